@@ -1,0 +1,1 @@
+"""eqxcute: CuTe DSL kernels as Equinox modules."""
