@@ -1,1 +1,24 @@
-"""eqxcute: CuTe DSL kernels as Equinox modules."""
+"""CuTe DSL kernels as Equinox modules, and layers built of them.
+
+The public names are below; `eqxcute.layers` has the layers, `eqxcute.testing` what tests of kernels need. Importing does
+nothing but define names: no GPU is asked, CuTe is not imported.
+"""
+
+from . import _derivative as _derivative  # gives the primitive its derivatives
+from ._arch import architecture as architecture
+from ._control import cond as cond
+from ._errors import (
+    ArchitectureError as ArchitectureError,
+    BackendError as BackendError,
+    CacheError as CacheError,
+    CacheWarning as CacheWarning,
+    CompileError as CompileError,
+    CompileTimeout as CompileTimeout,
+    DtypeError as DtypeError,
+    SlowPathWarning as SlowPathWarning,
+    SpecError as SpecError,
+)
+from ._kernel import attribute as attribute, Kernel as Kernel, static as static
+
+
+__version__ = "0.1.0"

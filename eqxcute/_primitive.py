@@ -1,0 +1,503 @@
+"""The one JAX primitive behind every kernel, and what it becomes on each platform.
+
+A kernel and its arguments are flattened into operands (arrays) and a `Call` (all the rest, hashable). `kernel_p` binds
+them. Tracing only checks shapes; the compiler is called by the CUDA lowering rule and by nothing else.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import batching, mlir
+
+from . import _dtypes, _kernel, _signature
+from ._errors import BackendError, DtypeError, SlowPathWarning, SpecError, sizes
+from ._kernel import brings, Kernel, name_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call without its arrays: a kernel, the structure of its arguments, and the axes that `vmap` added.
+
+    `maps` has a tuple of flags for each axis added from outside the kernel, innermost first: which operands have it,
+    always as their first axis. It is empty unless the kernel could not take the axis in itself.
+    """
+
+    arrays: Any  # the tree of (kernel, arguments), its arrays being leaves
+    rest: Any  # the same tree, its leaves being all the others
+    statics: tuple
+    kinds: tuple[str, ...]  # 1, 1.0 and True are equal, but not the same kernel
+    maps: tuple[tuple[bool, ...], ...] = ()
+
+    def restore(self, operands: Sequence) -> tuple[Kernel, tuple]:
+        """The kernel and its arguments, from arrays or from anything that stands for them."""
+        arrays = jax.tree.unflatten(self.arrays, operands)
+        return eqx.combine(arrays, jax.tree.unflatten(self.rest, self.statics))
+
+    @property
+    def inner(self) -> "Call":
+        """The call inside the outermost added axis."""
+        return dataclasses.replace(self, maps=self.maps[:-1])
+
+
+def flatten(kernel: Kernel, arguments: tuple) -> tuple[list, Call]:
+    arrays, rest = eqx.partition((kernel, arguments), _kernel.is_array)
+    operands, array_tree = jax.tree.flatten(arrays)
+    statics, rest_tree = jax.tree.flatten(rest)
+    kinds = tuple(type(getattr(kernel, f.name)).__name__ for f in dataclasses.fields(kernel))
+    return operands, Call(array_tree, rest_tree, tuple(statics), kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What a call's shapes and dtypes say: checked arguments and known outputs. Without the added axes."""
+
+    kernel: Kernel  # with `ShapeDtypeStruct`s for arrays
+    arguments: tuple
+    operands: tuple[_signature.Leaf, ...]  # the kernel's own arrays, then the arguments'
+    fields: int  # how many of them are the kernel's own
+    binding: _signature.Binding
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    output_names: tuple[str, ...]
+    workspace: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.kernel)
+
+
+@functools.lru_cache(maxsize=4096)
+def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple) -> View:
+    """Checks a call. Raises `SpecError` or `DtypeError`, naming the argument."""
+    structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    kernel, arguments = call.restore(structs)
+    name, signature = name_of(kernel), _kernel.signature_of(kernel)
+    names, output_names = _kernel.names_of(kernel)
+    own = [
+        _signature.Leaf(_signature.describe_path("self", path), _signature.Spec((), free=True), leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(kernel, _is_struct))
+    ]
+    binding = _signature.bind(name, signature, names, arguments, _kernel.static_sizes(kernel))
+    operands = (*own, *binding.leaves)
+    for leaf, dtype in zip(operands, dtypes, strict=True):
+        root = leaf.name.split(".")[0].split("[")[0]
+        _dtypes.check(name, leaf.name, dtype, type(kernel).dtypes.get(root))
+    outputs = tuple(
+        jax.ShapeDtypeStruct(binding.output_shape(spec), dtype)
+        for spec, dtype in zip(signature.outputs, _output_dtypes(kernel, arguments, signature), strict=True)
+    )
+    for output, out in zip(output_names, outputs, strict=True):
+        _dtypes.check(name, output, out.dtype)
+    workspace = tuple(kernel.workspace(*arguments))
+    return View(kernel, arguments, operands, len(own), binding, outputs, output_names, workspace)
+
+
+def _is_struct(leaf) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _output_dtypes(kernel: Kernel, arguments: tuple, signature: _signature.Signature) -> tuple:
+    dtypes = kernel.out_dtypes(*arguments)
+    if not isinstance(dtypes, (tuple, list)):
+        dtypes = [dtypes] * len(signature.outputs)
+    if len(dtypes) != len(signature.outputs):
+        raise SpecError(
+            f"`{name_of(kernel)}.out_dtypes` returned {len(dtypes)} dtypes, but the signature {signature.text!r} has "
+            f"{len(signature.outputs)} outputs."
+        )
+    return tuple(jax.dtypes.canonicalize_dtype(dtype) for dtype in dtypes)
+
+
+def view_of(call: Call, avals: Sequence) -> View:
+    """The view of the kernel inside all added axes."""
+    shapes = [tuple(a.shape) for a in avals]
+    for flags in reversed(call.maps):
+        shapes = [s[1:] if flag else s for s, flag in zip(shapes, flags, strict=True)]
+    return view(dataclasses.replace(call, maps=()), tuple(shapes), tuple(a.dtype for a in avals))
+
+
+def map_sizes(call: Call, avals: Sequence) -> tuple[int, ...]:
+    """The sizes of the added axes, outermost first."""
+    found, shapes = [], [tuple(a.shape) for a in avals]
+    for flags in reversed(call.maps):
+        found.append(next(s[0] for s, flag in zip(shapes, flags, strict=True) if flag))
+        shapes = [s[1:] if flag else s for s, flag in zip(shapes, flags, strict=True)]
+    return tuple(found)
+
+
+def mapped(function, maps: Sequence[tuple[bool, ...]]):
+    """`function(*operands)` over the added axes: `vmap` of it, once an axis."""
+    for flags in maps:
+        function = jax.vmap(function, in_axes=tuple(0 if flag else None for flag in flags))
+    return function
+
+
+def call(kernel: Kernel, arguments: tuple):
+    """`kernel(*arguments)`."""
+    arguments = tuple(
+        jax.tree_util.tree_map_with_path(functools.partial(_as_array, kernel, i), argument)
+        for i, argument in enumerate(arguments)
+    )
+    operands, bound = flatten(kernel, arguments)
+    return pack(kernel_p.bind(*operands, call=bound))
+
+
+def pack(outputs: Sequence):
+    """One output is an array, more are a tuple."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def unpack(outputs) -> tuple:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _as_array(kernel: Kernel, i: int, path, leaf):
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+        return jnp.asarray(leaf)
+    names, _ = _kernel.names_of(kernel)
+    name = names[i] if i < len(names) else f"argument {i}"
+    raise DtypeError(
+        f"`{name_of(kernel)}`: `{_signature.describe_path(name, path)}` must be an array, got {type(leaf).__name__}. What is "
+        "no array belongs into the kernel's fields."
+    )
+
+
+# The reference: every platform but CUDA, and the derivatives.
+
+
+def reference(call: Call, operands: Sequence) -> list:
+    """The outputs as the reference gives them, checked against the signature."""
+    return mapped(functools.partial(_reference, dataclasses.replace(call, maps=())), call.maps)(*operands)
+
+
+def _reference(call: Call, *operands) -> list:
+    kernel, arguments = call.restore(operands)
+    name = name_of(kernel)
+    if not brings(kernel, "reference"):
+        raise BackendError(
+            f"`{name}` has no `reference`, so it runs on CUDA only; the default backend here is "
+            f"{jax.default_backend()!r}. Define `reference`, or run on a machine with a GPU."
+        )
+    outputs = unpack(kernel.reference(*arguments))
+    wanted = view_of(call, [jax.typeof(operand) for operand in operands])
+    if len(outputs) != len(wanted.outputs):
+        raise SpecError(
+            f"`{name}.reference` returned {len(outputs)} outputs, but the signature "
+            f"{_kernel.signature_of(kernel).text!r} has {len(wanted.outputs)}."
+        )
+    checked = []
+    for output, out, want in zip(outputs, wanted.output_names, wanted.outputs, strict=True):
+        output = jnp.asarray(output)
+        if output.shape != want.shape or output.dtype != want.dtype:
+            raise SpecError(
+                f"`{name}.reference` gives `{out}` as {output.dtype}{sizes(output.shape)}, but by the signature "
+                f"{_kernel.signature_of(kernel).text!r} and `out_dtypes` it is {want.dtype}{sizes(want.shape)}. Mend "
+                "whichever is wrong: the kernel writes what the signature says."
+            )
+        checked.append(lax.convert_element_type(output, want.dtype))  # no weak type
+    return checked
+
+
+# The primitive.
+
+
+kernel_p = jax.extend.core.Primitive("eqxcute_kernel")
+kernel_p.multiple_results = True
+
+
+@functools.lru_cache(maxsize=4096)
+def _eager(call: Call):
+    return jax.jit(functools.partial(kernel_p.bind, call=call))
+
+
+@kernel_p.def_impl
+def _impl(*operands, call: Call):
+    return _eager(call)(*operands)
+
+
+@functools.lru_cache(maxsize=1)
+def _effects():
+    """The effect of an FFI call that must be kept. JAX has no public name for it."""
+    kept = jax.ffi.ffi_call("eqxcute.none", jax.ShapeDtypeStruct((), np.float32), has_side_effect=True)
+    return jax.make_jaxpr(kept)().effects
+
+
+@kernel_p.def_effectful_abstract_eval
+def _abstract_eval(*avals, call: Call):
+    found = view_of(call, avals)
+    added = map_sizes(call, avals)
+    outputs = [jax.core.ShapedArray((*added, *out.shape), out.dtype) for out in found.outputs]
+    return outputs, _effects() if type(found.kernel).side_effect else set()
+
+
+def _lower_reference(ctx, *operands, call: Call):
+    function = functools.partial(_lowered_reference, call)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _lowered_reference(call: Call, *operands):
+    return reference(call, operands)
+
+
+def _lower_cuda(ctx, *operands, call: Call):
+    function = functools.partial(launch, call)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(kernel_p, _lower_reference)
+mlir.register_lowering(kernel_p, _lower_cuda, platform="cuda")
+
+
+# CUDA.
+
+
+def launch(call: Call, *operands) -> list:
+    """The custom call, in JAX terms: fold `...`, call the target, unfold. Compiles the kernel if need be."""
+    if call.maps:
+        return _launch_each(call, operands)
+    avals = [jax.typeof(operand) for operand in operands]
+    found = view_of(call, avals)
+    if not type(found.kernel).side_effect and all(out.size == 0 for out in found.outputs):
+        return [jnp.zeros(out.shape, out.dtype) for out in found.outputs]
+    from . import _registry  # here, since it leads to jax-tvm-ffi, which other platforms do without
+
+    plan = plan_of(found)
+    target = _registry.target(found, plan)
+    inputs = [
+        jnp.transpose(jnp.reshape(operand, array.shape), array.order)
+        for operand, array in zip(operands, plan.inputs, strict=True)
+    ]
+    inputs += [jnp.full(plan.outputs[i].memory_shape, value, plan.outputs[i].dtype) for i, value in plan.initial]
+    results = [
+        jax.ShapeDtypeStruct(array.memory_shape, array.dtype) for array in (*plan.outputs, *plan.workspace)
+    ]
+    outputs = jax.ffi.ffi_call(
+        target,
+        results,
+        has_side_effect=type(found.kernel).side_effect,
+        input_output_aliases=dict(plan.aliases),
+    )(*inputs, **_kernel.attributes_of(found.kernel))
+    return [
+        jnp.reshape(jnp.transpose(output, np.argsort(array.order)), want.shape)
+        for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=False)
+    ]
+
+
+def _launch_each(call: Call, operands: Sequence) -> list:
+    flags = call.maps[-1]
+    found = view_of(call, [jax.typeof(operand) for operand in operands])
+    batched = [leaf.name for leaf, flag in zip(found.operands, flags, strict=True) if flag]
+    count = next(operand.shape[0] for operand, flag in zip(operands, flags, strict=True) if flag)
+    warnings.warn(
+        f"`{found.name}` under `jax.vmap`: the batch axis of {', '.join(batched)} does not fit the signature "
+        f"{_kernel.signature_of(found.kernel).text!r}, so the kernel is launched {count} times. It takes an axis in one "
+        "launch if every argument that has the axis, and every output, starts with `...`, or by `Kernel.batch`.",
+        SlowPathWarning,
+        stacklevel=2,
+    )
+
+    def one(rows):
+        taken = iter(rows)
+        return launch(call.inner, *(next(taken) if flag else x for x, flag in zip(operands, flags, strict=True)))
+
+    return lax.map(one, [x for x, flag in zip(operands, flags, strict=True) if flag])
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A dim as it is compiled: a number, or a symbol. Equal symbols are equal sizes."""
+
+    number: int | None
+    symbol: int = -1
+    multiple: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array as the kernel sees it. `order` is the memory order, slowest dim first."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    dims: tuple[Size, ...]
+    order: tuple[int, ...]
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[i] for i in self.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What crosses from XLA into the kernel. Its dims and dtypes are in the compile key; its sizes are not."""
+
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    workspace: tuple[Array, ...]
+    aliases: tuple[tuple[int, int], ...]  # input (the initial values follow the inputs) -> output
+    initial: tuple[tuple[int, float], ...]  # output -> value
+
+
+class _Symbols:
+    """Numbers the sizes of one call in the order in which they are met."""
+
+    def __init__(self, found: View):
+        signature = _kernel.signature_of(found.kernel)
+        self.fields = _kernel.static_sizes(found.kernel)
+        self.static: set[str] = set()
+        self.multiples: dict[str, int] = {}
+        specs = [leaf.spec for leaf in found.binding.leaves] + list(signature.outputs)
+        for dim in (dim for spec in specs for dim in spec.dims if dim.name is not None):
+            self.multiples[dim.name] = math.lcm(self.multiples.get(dim.name, 1), dim.multiple)
+            if dim.static or dim.name in self.fields:
+                self.static.add(dim.name)
+        self.numbers: dict[str, int] = {}
+        self.count = 0
+
+    def fresh(self) -> Size:
+        self.count += 1
+        return Size(None, self.count - 1)
+
+    def named(self, name: str, multiple: int = 1) -> Size:
+        if name not in self.numbers:
+            self.numbers[name] = self.fresh().symbol
+        return Size(None, self.numbers[name], multiple)
+
+    def of(self, spec: _signature.Spec, shape: tuple[int, ...]) -> tuple[Size, ...]:
+        """The dims of a folded array."""
+        if spec.free:
+            return tuple(self.fresh() for _ in shape)
+        lead = (self.named("..."),) if spec.lead else ()
+        rest = shape[len(lead) :]
+        return lead + tuple(
+            Size(size)
+            if dim.name is None or dim.name in self.static
+            else self.named(dim.name, self.multiples[dim.name])
+            for dim, size in zip(spec.dims, rest, strict=True)
+        )
+
+
+LARGEST = 2**31 - 1
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(found: View) -> Plan:
+    symbols, signature = _Symbols(found), _kernel.signature_of(found.kernel)
+
+    def array(name, spec, shape, dtype):
+        shape = _signature.folded(spec, shape)
+        for size in shape:
+            if size > LARGEST:
+                raise SpecError(
+                    f"`{found.name}`: `{name}` has a dim of {size} as the kernel sees it, {sizes(shape)}; a dim is at most "
+                    f"2**31 - 1 = {LARGEST}. Split the array, or give it more dims."
+                )
+        return Array(name, np.dtype(dtype), shape, symbols.of(spec, shape), _order(found, name, len(shape)))
+
+    structs = jax.tree.leaves(eqx.filter((found.kernel, found.arguments), _is_struct))
+    inputs = tuple(
+        array(leaf.name, leaf.spec, leaf.shape, struct.dtype)
+        for leaf, struct in zip(found.operands, structs, strict=True)
+    )
+    outputs = tuple(
+        array(name, spec, out.shape, out.dtype)
+        for name, spec, out in zip(found.output_names, signature.outputs, found.outputs, strict=True)
+    )
+    free = _signature.Spec((), free=True)
+    workspace = tuple(
+        array(f"workspace {i}", free, scratch.shape, scratch.dtype) for i, scratch in enumerate(found.workspace)
+    )
+    initial = tuple((_find(found, key, outputs, "initial"), value) for key, value in type(found.kernel).initial.items())
+    aliases = {
+        _find(found, i, inputs, "aliases"): _find(found, o, outputs, "aliases")
+        for i, o in type(found.kernel).aliases.items()
+    }
+    for i, o in aliases.items():
+        _check_alias(found, inputs[i], outputs[o])
+    aliases |= {len(inputs) + i: output for i, (output, _) in enumerate(initial)}
+    if len(set(aliases.values())) != len(aliases):
+        raise SpecError(f"`{found.name}`: two entries of `aliases` and `initial` name the same output.")
+    return Plan(inputs, outputs, workspace, tuple(aliases.items()), initial)
+
+
+def _order(found: View, name: str, rank: int) -> tuple[int, ...]:
+    order = tuple(type(found.kernel).layouts.get(name, range(rank)))
+    if sorted(order) != list(range(rank)):
+        raise SpecError(
+            f"`{found.name}`: layouts[{name!r}] = {order} must order the dims 0 to {rank - 1} of the array as the kernel sees "
+            "it, slowest first."
+        )
+    return order
+
+
+def _find(found: View, key: int | str, arrays: Sequence[Array], option: str) -> int:
+    """The array that a number or a path names."""
+    if isinstance(key, int) and 0 <= key < len(arrays):
+        return key
+    for i, array in enumerate(arrays):
+        if array.name == key:
+            return i
+    raise SpecError(
+        f"`{found.name}.{option}`: {key!r} names no array of this call; there are "
+        f"{', '.join(f'{i} or {a.name!r}' for i, a in enumerate(arrays))}."
+    )
+
+
+def _check_alias(found: View, before: Array, after: Array) -> None:
+    if (before.shape, before.dtype, before.order) != (after.shape, after.dtype, after.order):
+        raise SpecError(
+            f"`{found.name}.aliases`: `{after.name}` cannot take over the buffer of `{before.name}`: one is "
+            f"{after.dtype}{sizes(after.shape)}, the other {before.dtype}{sizes(before.shape)}."
+        )
+
+
+# vmap.
+
+
+def _batch(operands, dims, *, call: Call):
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    flags = tuple(d is not None for d in dims)
+    outputs = _batch_inside(call, operands, flags, size)
+    if outputs is None:
+        outputs = kernel_p.bind(*operands, call=dataclasses.replace(call, maps=(*call.maps, flags)))
+    return outputs, [0] * len(outputs)
+
+
+def _batch_inside(call: Call, operands, flags: tuple[bool, ...], size: int):
+    """The batched call as one launch: by the kernel's own rule or by growing `...`. None if neither applies."""
+    if call.maps:
+        return None
+    avals = [
+        jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype) for x, flag in zip(operands, flags, strict=True)
+    ]
+    found = view_of(call, avals)
+    if brings(found.kernel, "batch") and not any(flags[: found.fields]):
+        kernel, arguments = call.restore(operands)
+        _, batched = call.restore(flags)
+        outputs = kernel.batch(size, batched, *arguments)
+        if outputs is not NotImplemented:
+            return list(unpack(outputs))
+    outputs = _kernel.signature_of(found.kernel).outputs
+    grows = [leaf.spec.lead for leaf in found.operands]
+    if not all(spec.lead for spec in outputs) or any(f and not g for f, g in zip(flags, grows, strict=True)):
+        return None
+    grown = [
+        jnp.broadcast_to(x, (size, *x.shape)) if grow and not flag else x
+        for x, grow, flag in zip(operands, grows, flags, strict=True)
+    ]
+    return kernel_p.bind(*grown, call=call)
+
+
+batching.primitive_batchers[kernel_p] = _batch
