@@ -1,6 +1,7 @@
 """What may be tuned in the bias + ReLU kernels, apart from the kernels."""
 
 import dataclasses
+import math
 from typing import Literal
 
 VECTOR_BYTES = 16  # the widest access a thread has on every GPU from Ampere on
@@ -43,3 +44,24 @@ class Config:
 
 FORWARD = Config(threads=256, lines=4, ctas=0)
 BACKWARD = Config(threads=256, lines=4, ctas=1056)  # 8 CTAs for each of an H200's 132 processors
+
+
+def parts_shape(rows: int, width: int, itemsize: int, config: Config) -> tuple[int, int, int]:
+    """Of the backward kernel's partial sums: (walkers, repeats, width), float32.
+
+    `repeats`: how often each column stands in a line. About `ctas` strips in all, whatever the
+    shape.
+    """
+    vector = VECTOR_BYTES // itemsize
+    if width == 0:
+        return 1, 1, 0
+    period = width // math.gcd(width, vector)
+    line = period * max(STRIPS * config.threads // period, 1)
+    repeats = line * vector // width
+    walkers = config.ctas // -(-line // config.threads)
+    if config.ctas == 0 or isinstance(
+        rows, int
+    ):  # `jax.export` may have sizes that are no numbers yet
+        blocks = -(-rows // (repeats * config.lines))
+        walkers = blocks if config.ctas == 0 else min(walkers, blocks)
+    return max(walkers, 1), repeats, width
