@@ -1,0 +1,250 @@
+"""`flex_attention`: checks its arguments, picks an implementation, runs it."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._fallback import choose
+from . import _reference
+from ._functions import trace_mask, trace_score
+from ._masks import AbstractMask
+from ._scores import AbstractScore
+
+MaskFn = Callable[
+    [Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]], Bool[Array, ""] | bool
+]
+ScoreFn = Callable[
+    [Float[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]],
+    Float[Array, ""],
+]
+
+NAME: Final = "FlexAttention"
+NO_KERNEL: Final = "there is no FlexAttention kernel yet"
+DTYPES: Final = ("float16", "bfloat16", "float32", "float64")
+
+
+def flex_attention(
+    q: Float[Array, "*batch q_len heads dim"],
+    k: Float[Array, "*batch kv_len kv_heads dim"],
+    v: Float[Array, "*batch kv_len kv_heads v_dim"],
+    mask_fn: MaskFn | None = None,
+    score_fn: ScoreFn | None = None,
+    *,
+    scale: float | None = None,
+    sink: Float[Array, " heads"] | Float[Array, ""] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> (
+    Float[Array, "*batch q_len heads v_dim"]
+    | tuple[Float[Array, "*batch q_len heads v_dim"], Float[Array, "*batch heads q_len"]]
+):
+    r"""Scaled dot-product attention, with any mask and any change of the scores.
+
+    $$s_{ij} = \mathrm{score}(\mathrm{scale} \cdot q_i^\top k_j, b, h, i, j), \quad
+    o_i = \sum_{j:\,\mathrm{mask}(b, h, i, j)} e^{s_{ij} - \mathrm{lse}_i} v_j, \quad
+    \mathrm{lse}_i = \log \sum_{j:\,\mathrm{mask}(b, h, i, j)} e^{s_{ij}}$$
+
+    A query that may see no key gives 0, an LSE of -inf and zero gradients.
+
+    **Arguments:**
+
+    - `q`, `k`, `v`: Queries, keys and values of one dtype: float16, bfloat16, float32 or float64.
+        `heads` is a multiple of `kv_heads`; query head `h` reads kv head
+        `h // (heads // kv_heads)`. Lengths may differ and may be 0.
+    - `mask_fn`: `mask_fn(b, h, q_idx, kv_idx) -> bool`, True where the query may see the key.
+        Called with int32 scalars, once for all positions (it is traced). `b` counts the leading
+        dims of `q` in row-major order; `h` is the query head. Under `jax.vmap` each example has
+        its own `b`, counted over the leading dims that it has itself: 0 if it has none. It may
+        capture arrays, or be a module with arrays.
+    - `score_fn`: `score_fn(score, b, h, q_idx, kv_idx) -> score`, applied to the scaled score.
+        `score` is float32 (float64 for float64 inputs). What it gives at masked positions does
+        not matter. Gradients flow into the float arrays it captures, in their own dtype; they
+        are summed in float32.
+    - `scale`: Factor on `q . k`. Default `1 / sqrt(dim)`. (Keyword only argument.)
+    - `sink`: A logit per query head, or one for all, that takes part in the softmax without a
+        value: the output is multiplied by `sigmoid(lse - sink)`. (Keyword only argument.)
+    - `return_lse`: Also return the LSE. (Keyword only argument.)
+    - `implementation`: `None` picks, `"cute"` insists on the GPU kernel, `"xla"` is plain JAX.
+        (Keyword only argument.)
+
+    **Returns:**
+
+    The output, `*batch q_len heads v_dim` in `v`'s dtype. With `return_lse`, also the LSE:
+    natural logarithm, float32 (float64 for float64 inputs), shape `*batch heads q_len`, so that
+    the rows of one head lie together, as kernels write them. It does not count `sink`; with
+    the sink it is `logaddexp(lse, sink)`.
+
+    **Raises:**
+
+    `ValueError` for shapes that do not fit, `TypeError` for dtypes and functions that do not,
+    `NotImplementedError` where `implementation="cute"` cannot be had.
+
+    !!! info "Memory"
+
+        Scores are computed in tiles, forward and backward, so memory grows with the length and
+        not with its square. Reverse mode keeps `q`, `k`, `v`, the output and the LSE.
+
+    !!! faq
+
+        `mask_fn` and `score_fn` have the arguments of PyTorch's FlexAttention, so its masks port
+        word for word, except that Python's `and`, `or`, `not` and `if` become `&`, `|`, `~` and
+        `jnp.where`. There is no dropout. Nothing isolates packed sequences but the mask. Values
+        in `v` at masked positions are multiplied by 0, so they must be finite.
+    """
+    check_function("mask_fn", mask_fn)
+    check_function("score_fn", score_fn)
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    *batch, q_len, heads, dim, kv_len, kv_heads, v_dim = _sizes(q, k, v)
+    _check_dtypes(q, k, v)
+    scale = check_scale(scale)
+    rows = math.prod(batch)
+    for fn in (mask_fn, score_fn):
+        if isinstance(fn, AbstractMask | AbstractScore):
+            fn.check_sizes(rows, heads, q_len, kv_len)
+    choose(NAME, implementation, missing=NO_KERNEL)
+
+    wide = _reference.wide(q.dtype)
+    mask, mask_captured = (None, []) if mask_fn is None else trace_mask(mask_fn)
+    score, score_captured = (None, []) if score_fn is None else trace_score(score_fn, wide)
+    if 0 in (rows, q_len, kv_len):
+        out = jnp.zeros((rows, heads, q_len, v_dim), v.dtype)
+        lse = jnp.full((rows, heads, q_len), -jnp.inf, wide)
+    else:
+        plan = _reference.Plan(
+            mask=mask,
+            score=score,
+            scale=1 / math.sqrt(dim) if scale is None else scale,
+            wide=wide,
+            batch=rows,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+        )
+        operands = _reference.Operands(
+            _heads_first(q, rows).reshape(rows, kv_heads, heads // kv_heads, q_len, dim),
+            _heads_first(k, rows),
+            _heads_first(v, rows),
+            tuple(mask_captured),
+            tuple(score_captured),
+        )
+        out, lse = _reference.attend(plan, operands)
+        out = out.reshape(rows, heads, q_len, v_dim)
+        lse = lse.reshape(rows, heads, q_len)
+    if sink is not None:
+        out = _with_sink(out, lse, sink)
+    out = jnp.swapaxes(out, 1, 2).reshape(*batch, q_len, heads, v_dim)
+    return (out, lse.reshape(*batch, heads, q_len)) if return_lse else out
+
+
+def _heads_first(x: jax.Array, rows: int) -> jax.Array:
+    *_, length, heads, dim = x.shape
+    return jnp.swapaxes(x.reshape(rows, length, heads, dim), 1, 2)
+
+
+def _with_sink(out: jax.Array, lse: jax.Array, sink: Any) -> jax.Array:
+    """`out` is `rows heads q_len v_dim`. An empty row has lse -inf, so its factor is 0."""
+    sink = jnp.asarray(sink)
+    heads = out.shape[1]
+    if not jnp.issubdtype(sink.dtype, jnp.floating):
+        raise TypeError(f"{NAME}: sink must hold floats (logits), not {sink.dtype.name}.")
+    if sink.shape not in ((), (heads,)):
+        raise ValueError(
+            f"{NAME}: sink must have shape () or (heads,) = ({heads},), but has {sink.shape}."
+        )
+    logits = sink.astype(lse.dtype)
+    if sink.ndim:
+        logits = logits[None, :, None]
+    factor = jax.nn.sigmoid(lse - logits)
+    return (out.astype(lse.dtype) * factor[..., None]).astype(out.dtype)
+
+
+def check_function(name: str, fn: Any) -> None:
+    if fn is None or (callable(fn) and not isinstance(fn, type)):
+        return
+    if isinstance(fn, type):
+        raise TypeError(f"{NAME}: {name} is the class {fn.__name__}; make one: {fn.__name__}(...).")
+    signature = "(b, h, q_idx, kv_idx)" if name == "mask_fn" else "(score, b, h, q_idx, kv_idx)"
+    instead = (
+        "For an array of booleans capture it: `lambda b, h, q_idx, kv_idx: mask[b, q_idx, kv_idx]`."
+        if name == "mask_fn"
+        else "For an array of biases use AdditiveBias(bias)."
+    )
+    raise TypeError(
+        f"{NAME}: {name} must be a function of {signature} or None, not "
+        f"{type(fn).__name__}. {instead}"
+    )
+
+
+def check_scale(scale: Any) -> float | None:
+    if scale is None:
+        return None
+    try:
+        return float(scale)
+    except (TypeError, ValueError) as e:
+        raise TypeError(
+            f"{NAME}: scale must be a number that is known at trace time, not "
+            f"{type(scale).__name__}. Multiply a learned scale into q instead."
+        ) from e
+
+
+def _sizes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
+    """The leading dims, then q_len, heads, dim, kv_len, kv_heads and v_dim."""
+    wanted = {
+        "q": (q, "*batch q_len heads dim"),
+        "k": (k, "*batch kv_len kv_heads dim"),
+        "v": (v, "*batch kv_len kv_heads v_dim"),
+    }
+    for name, (x, dims) in wanted.items():
+        if x.ndim < 3:
+            raise ValueError(
+                f"{NAME}: {name} must have shape ({dims}), so at least 3 dims, but has {x.shape}."
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != q.ndim:
+            raise ValueError(
+                f"{NAME}: q and {name} must have the same number of leading dims, but q has "
+                f"{q.ndim - 3} (shape {q.shape}) and {name} has {x.ndim - 3} (shape {x.shape}). "
+                "Use jax.vmap to share an argument over a batch."
+            )
+        for i, (a, b) in enumerate(zip(q.shape[:-3], x.shape[:-3], strict=True)):
+            _tie(f"batch dim {i}", "q", a, name, b)
+    _tie("dim", "q", q.shape[-1], "k", k.shape[-1])
+    _tie("kv_len", "k", k.shape[-3], "v", v.shape[-3])
+    _tie("kv_heads", "k", k.shape[-2], "v", v.shape[-2])
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if q.shape[-1] == 0 or heads == 0 or kv_heads == 0:
+        raise ValueError(
+            f"{NAME}: dim, heads and kv_heads must be at least 1, but q has shape {q.shape} and k "
+            f"has shape {k.shape}."
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"{NAME}: the number of query heads must be a multiple of the number of kv heads, but "
+            f"q has {heads} heads and k and v have {kv_heads}."
+        )
+    return *q.shape, *k.shape[-3:-1], v.shape[-1]
+
+
+def _tie(dim: str, a: str, size_a: int, b: str, size_b: int) -> None:
+    if size_a != size_b:
+        raise ValueError(
+            f"{NAME}: {a} and {b} must agree in {dim}, but {a} has {size_a} and {b} has {size_b}."
+        )
+
+
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    names = [x.dtype.name for x in (q, k, v)]
+    if len(set(names)) > 1:
+        raise TypeError(
+            f"{NAME}: q, k and v must have one dtype, but q is {names[0]}, k is {names[1]} and v "
+            f"is {names[2]}. Cast them: a silent promotion would run in the slowest of the three."
+        )
+    if names[0] not in DTYPES:
+        raise TypeError(
+            f"{NAME}: q, k and v must be one of {', '.join(DTYPES)}, but are {names[0]}."
+        )

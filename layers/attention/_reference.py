@@ -1,0 +1,339 @@
+r"""Attention in plain JAX: the definition of the layer, and what runs where no kernel does.
+
+    s_ij = score(scale * q_i . k_j),   -inf where the mask is False
+    lse_i = log sum_j exp(s_ij),       out_i = sum_j exp(s_ij - lse_i) v_j
+
+Computed tile by tile with a running maximum (Milakov and Gimelshein 2018; Rabe and Staats 2021),
+so that memory grows with the length, not with its square.
+
+The derivative is a rule for tangents, linear in them, that recomputes each tile's probabilities
+p from `lse`:
+
+    t_lse_i = sum_j p_ij t_s_ij
+    t_out_i = sum_j p_ij (t_s_ij v_j + t_v_j) - out_i t_lse_i
+
+JAX transposes it for reverse mode, and each tile stands under `jax.checkpoint`, so that what
+reverse mode keeps is q, k, v, out and lse (and what the functions capture). The transpose of the
+formula above is the backward pass of FlashAttention (Dao et al. 2022). As the rule is itself
+plain JAX, forward mode, reverse mode and any nesting of them work.
+
+Inside, axes are: b batch, n kv head, g query head within the kv head, q query, k key, d and e the
+head dims of k and of v. Softmax statistics are float32 or wider, products of narrow inputs are
+summed in float32, and probabilities are cast to v's dtype before they meet v, as in the kernels.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from . import _config
+from ._functions import Block, Program, mask_block, score_block, score_block_guarded
+
+
+class Operands(NamedTuple):
+    """Everything that is differentiated or batched."""
+
+    q: Any  # b n g q d
+    k: Any  # b n k d
+    v: Any  # b n k e
+    mask: tuple[Any, ...]  # what the mask captures
+    score: tuple[Any, ...]  # what the score captures
+
+
+class Outputs(NamedTuple):
+    out: Any  # b n g q e
+    lse: Any  # b n g q
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known at trace time."""
+
+    mask: Program | None
+    score: Program | None
+    scale: float
+    wide: Any  # dtype of scores and statistics
+    batch: int
+    kv_heads: int
+    group: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        rows = self.batch * self.kv_heads * self.group
+        return _config.tiles(rows, self.q_len, self.kv_len)
+
+
+def wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def attend(plan: Plan, operands: Operands) -> Outputs:
+    """Output and log-sum-exp. All sizes are at least 1."""
+
+    @jax.custom_jvp
+    def run(operands: Operands) -> Outputs:
+        return _forward(plan, operands)
+
+    def rule(primals, tangents):
+        (operands,), (dots,) = primals, tangents
+        outputs = run(operands)
+        live = jax.tree.map(
+            lambda t: None if isinstance(t, SymbolicZero) else t,
+            dots,
+            is_leaf=lambda t: isinstance(t, SymbolicZero),
+        )
+        # The checkpoint keeps the padded and re-tiled copies made inside from being saved.
+        push = jax.checkpoint(lambda *args: _tangents(plan, *args))
+        return outputs, push(operands, outputs, live)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(operands)
+
+
+# Forward
+
+
+class _Softmax(NamedTuple):
+    """Softmax over the keys seen so far: maximum, sum and weighted values, not yet divided."""
+
+    top: Any  # b n g q
+    total: Any  # b n g q
+    values: Any  # b n g q e
+
+
+def _forward(plan: Plan, operands: Operands) -> Outputs:
+    tile_q, tile_k = plan.tiles
+    k, v, k0 = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
+
+    def queries(xs):
+        q, q0 = xs
+
+        def keys(ys):
+            k, v, k0 = ys
+            return _tile_softmax(plan, operands, q, k, v, q0, k0)
+
+        state = _fold(_merge, _nothing, keys, (k, v, k0))
+        return _finish(state, operands.v.dtype)
+
+    tiles = _map(queries, (_split(operands.q, tile_q), _starts(plan.q_len, tile_q)))
+    return Outputs(_join(tiles.out, plan.q_len, -2), _join(tiles.lse, plan.q_len, -1))
+
+
+def _tile_softmax(plan, operands, q, k, v, q0, k0) -> _Softmax:
+    block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
+    allowed = _allowed(plan, operands.mask, block, q0, k0)
+    s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+    if plan.score is not None:
+        s = score_block(plan.score, operands.score, s, block)
+    if allowed is not None:
+        s = jnp.where(allowed, s, -jnp.inf)
+    top = jnp.max(s, axis=-1)
+    e = jnp.exp(s - _finite(top)[..., None])
+    return _Softmax(top, jnp.sum(e, axis=-1), _weigh(e.astype(v.dtype), v, plan.wide))
+
+
+def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
+    top = jnp.maximum(a.top, b.top)
+    x, y = jnp.exp(a.top - _finite(top)), jnp.exp(b.top - _finite(top))
+    values = a.values * x[..., None] + b.values * y[..., None]
+    return _Softmax(top, a.total * x + b.total * y, values)
+
+
+def _nothing(shapes: _Softmax) -> _Softmax:
+    zero = _zeros(shapes)
+    return zero._replace(top=jnp.full_like(zero.top, -jnp.inf))
+
+
+def _finish(state: _Softmax, dtype: Any) -> Outputs:
+    empty = state.total == 0
+    total = jnp.where(empty, 1, state.total)
+    out = (state.values / total[..., None]).astype(dtype)
+    lse = jnp.where(empty, -jnp.inf, _finite(state.top) + jnp.log(total))
+    return Outputs(out, lse)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """-inf, the maximum of a row that sees nothing, becomes 0: -inf - -inf would be NaN."""
+    return jnp.where(x == -jnp.inf, 0, x)
+
+
+# Derivative
+
+
+class _Sums(NamedTuple):
+    lse: Any  # b n g q: sum of p t_s
+    values: Any  # b n g q e: sum of p (t_s v + t_v)
+
+
+def _tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) -> Outputs:
+    """Tangents of the outputs. Leaves of `dots` are None where the tangent is known to be 0."""
+    tile_q, tile_k = plan.tiles
+    # Wide from here on: the transposed program sums gradients over tiles in these arrays.
+    operands = operands._replace(score=tuple(map(_widen, operands.score)))
+    dots = jax.tree.map(_widen, dots)
+
+    kv = [_split(x, tile_k) for x in (operands.k, operands.v, dots.k, dots.v)]
+    k0 = _starts(plan.kv_len, tile_k)
+
+    def queries(xs):
+        (q, out, lse, dq), q0 = xs
+
+        def keys(ys):
+            (k, v, dk, dv), k0 = ys
+            wide = [x if x is None else x.astype(plan.wide) for x in (q, k, v)]
+            tile = Operands(*wide, operands.mask, operands.score)
+            dot = Operands(dq, dk, dv, dots.mask, dots.score)
+            return _tile_tangents(plan, tile, dot, lse, q0, k0)
+
+        sums = _fold(_add, _zeros, jax.checkpoint(keys), (kv, k0))
+        values = sums.values - out.astype(plan.wide) * sums.lse[..., None]
+        return Outputs(values.astype(out.dtype), sums.lse)
+
+    q, dq, out = (_split(x, tile_q) for x in (operands.q, dots.q, outputs.out))
+    lse = _split(outputs.lse[..., None], tile_q)[..., 0]
+    xs = ((q, out, lse, dq), _starts(plan.q_len, tile_q))
+    tiles = _map(jax.checkpoint(queries), xs)
+    return Outputs(_join(tiles.out, plan.q_len, -2), _join(tiles.lse, plan.q_len, -1))
+
+
+def _tile_tangents(plan, tile: Operands, dot: Operands, lse, q0, k0) -> _Sums:
+    block = _block(plan, tile.q.shape[-2], tile.k.shape[-2], q0, k0)
+    allowed = _allowed(plan, tile.mask, block, q0, k0)
+
+    def scores(live):
+        q, k, captured = _overlay((tile.q, tile.k, tile.score), live)
+        s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+        if plan.score is not None:
+            s = score_block_guarded(plan.score, captured, s, block, allowed)
+        return s if allowed is None else jnp.where(allowed, s, -jnp.inf)
+
+    live = (dot.q, dot.k, dot.score)
+    primal = jax.tree.map(
+        lambda t, x: None if t is None else x,
+        live,
+        (tile.q, tile.k, tile.score),
+        is_leaf=lambda t: t is None,
+    )
+    if jax.tree.leaves(live):
+        s, ds = jax.jvp(scores, (primal,), (live,))
+    else:
+        s, ds = scores(primal), None
+    p = jnp.exp(s - _finite(lse)[..., None])
+    pieces = []
+    if ds is not None:
+        ds = p * ds
+        pieces.append(_weigh(ds, tile.v, plan.wide))
+    if dot.v is not None:
+        pieces.append(_weigh(p, dot.v, plan.wide))
+    values = sum(pieces[1:], pieces[0])
+    total = jnp.zeros_like(lse) if ds is None else jnp.sum(ds, axis=-1)
+    return _Sums(total, values)
+
+
+def _overlay(base, live):
+    """`live` where it is not None, else `base`."""
+    return jax.tree.map(lambda t, x: x if t is None else t, live, base, is_leaf=lambda t: t is None)
+
+
+def _add(a: _Sums, b: _Sums) -> _Sums:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _widen(x: Any) -> Any:
+    return x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+# Tiles
+
+
+def _block(plan: Plan, tile_q: int, tile_k: int, q0, k0) -> Block:
+    """Indices of a tile. Those of padding repeat the last entry, so that no function sees an
+    index past the end."""
+    heads = jnp.arange(plan.kv_heads * plan.group, dtype=jnp.int32)
+    q = q0 + jnp.arange(tile_q, dtype=jnp.int32)
+    k = k0 + jnp.arange(tile_k, dtype=jnp.int32)
+    return Block(
+        jnp.arange(plan.batch, dtype=jnp.int32),
+        heads.reshape(plan.kv_heads, plan.group),
+        jnp.minimum(q, plan.q_len - 1) if plan.q_len % tile_q else q,
+        jnp.minimum(k, plan.kv_len - 1) if plan.kv_len % tile_k else k,
+    )
+
+
+def _allowed(plan: Plan, captured: Sequence[Any], block: Block, q0, k0) -> jax.Array | None:
+    """Which pairs count, axes b n g q k (size 1 where it does not vary); None for all."""
+    allowed = None if plan.mask is None else mask_block(plan.mask, captured, block)
+    tile_k = block.k.shape[0]
+    if plan.kv_len % tile_k:
+        real = k0 + jnp.arange(tile_k, dtype=jnp.int32) < plan.kv_len
+        real = real.reshape(1, 1, 1, 1, tile_k)
+        allowed = real if allowed is None else allowed & real
+    return allowed
+
+
+def _dot(q, k, dtype):
+    """b n g q d, b n k d -> b n g q k. The group is folded into the rows: k is never repeated."""
+    b, n, g, rows, d = q.shape
+    s = jnp.einsum("bnqd,bnkd->bnqk", q.reshape(b, n, g * rows, d), k, preferred_element_type=dtype)
+    return s.reshape(b, n, g, rows, k.shape[-2])
+
+
+def _weigh(p, v, dtype):
+    """b n g q k, b n k e -> b n g q e."""
+    b, n, g, rows, keys = p.shape
+    o = jnp.einsum(
+        "bnqk,bnke->bnqe", p.reshape(b, n, g * rows, keys), v, preferred_element_type=dtype
+    )
+    return o.reshape(b, n, g, rows, v.shape[-1])
+
+
+def _starts(length: int, tile: int) -> jax.Array:
+    return jnp.arange(0, length, tile, dtype=jnp.int32)
+
+
+def _split(x: Any, tile: int) -> Any:
+    """Cut the second-to-last axis into tiles, zero-padded, tiles in front."""
+    if x is None:
+        return None
+    *lead, length, dim = x.shape
+    parts = -(-length // tile)
+    if length % tile:
+        x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, parts * tile - length), (0, 0)])
+    return jnp.moveaxis(x.reshape(*lead, parts, tile, dim), -3, 0)
+
+
+def _join(tiles: jax.Array, length: int, axis: int) -> jax.Array:
+    """Undo `_split`: `axis` is where the lengths go, counted from the end."""
+    x = jnp.moveaxis(tiles, 0, axis - 1)
+    at = x.ndim + axis
+    x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
+    return lax.slice_in_dim(x, 0, length, axis=at - 1)
+
+
+def _map(fn: Callable, xs: Any) -> Any:
+    """`lax.map`, without the loop for one element."""
+    if jax.tree.leaves(xs)[0].shape[0] == 1:
+        return jax.tree.map(lambda y: y[None], fn(jax.tree.map(lambda x: x[0], xs)))
+    return lax.map(fn, xs)
+
+
+def _fold(combine: Callable, empty: Callable, fn: Callable, xs: Any) -> Any:
+    """`fn` of every element, combined one by one: one element's result is held at a time.
+    `empty` makes the neutral element from the shapes of a result."""
+    first = jax.tree.map(lambda x: x[0], xs)
+    if jax.tree.leaves(xs)[0].shape[0] == 1:
+        return fn(first)
+    start = empty(jax.eval_shape(fn, first))
+    total, _ = lax.scan(lambda c, x: (combine(c, fn(x)), None), start, xs)
+    return total
