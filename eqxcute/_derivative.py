@@ -19,8 +19,8 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from . import _kernel
-from ._errors import sizes, SpecError
-from ._kernel import brings, name_of
+from ._errors import SpecError, sizes
+from ._kernel import brings
 from ._primitive import Call, kernel_p, map_sizes, mapped, pack, reference, unpack, view_of
 
 
@@ -45,8 +45,12 @@ def _jvp(primals, tangents, *, call: Call):
             operands[i] = x
         return reference(call, operands)
 
-    _, found_tangents = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-    return outputs, [_zero(out) if t.dtype == jax.dtypes.float0 else t for out, t in zip(outputs, found_tangents)]
+    _, found_tangents = jax.jvp(
+        of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
+    )
+    return outputs, [
+        _zero(out) if t.dtype == jax.dtypes.float0 else t for out, t in zip(outputs, found_tangents)
+    ]
 
 
 def _moves(primal, tangent) -> bool:
@@ -116,7 +120,9 @@ def _own_jvp(found, primals, tangents, call: Call):
         for primal, tangent in zip(primals[fields:], tangents[fields:], strict=True)
         if _is_float(primal)
     ]
-    linear = _spread(linear, primals[fields:], [f[fields:] for f in call.maps], map_sizes(call, primals))
+    linear = _spread(
+        linear, primals[fields:], [f[fields:] for f in call.maps], map_sizes(call, primals)
+    )
     _, floats = base.restore([object() if _is_float(x) else None for x in primals])
     # The arguments' tree with a leaf for each float and None for all else.
     floats = jax.tree.structure(eqx.filter(floats, lambda leaf: type(leaf) is object))
@@ -139,7 +145,11 @@ def _spread(tangents, primals, maps, added):
     floats = [i for i, x in enumerate(primals) if _is_float(x)]
     for depth, (flags, size) in enumerate(zip(reversed(maps), added, strict=True)):
         tangents = [
-            t if flags[i] else jnp.broadcast_to(jnp.expand_dims(t, depth), (*t.shape[:depth], size, *t.shape[depth:]))
+            t
+            if flags[i]
+            else jnp.broadcast_to(
+                jnp.expand_dims(t, depth), (*t.shape[:depth], size, *t.shape[depth:])
+            )
             for i, t in zip(floats, tangents, strict=True)
         ]
     return tangents
@@ -167,9 +177,14 @@ def _tangent(params: Linear, *operands) -> list:
             )
         given = unpack(kernel.jvp(residuals, tangents))
         if len(given) != len(params.outputs):
-            raise SpecError(f"`{params.name}.jvp` returned {len(given)} tangents for {len(params.outputs)} outputs.")
+            raise SpecError(
+                f"`{params.name}.jvp` returned {len(given)} tangents for {len(params.outputs)} outputs."
+            )
         kept = [t for t, is_float in zip(given, params.outputs, strict=True) if is_float]
-        return [_fits(params, "jvp", f"output {i}", t, *s) for i, (t, s) in enumerate(zip(kept, params.shapes))]
+        return [
+            _fits(params, "jvp", f"output {i}", t, *s)
+            for i, (t, s) in enumerate(zip(kept, params.shapes))
+        ]
 
     return params.over_axes(one, len(operands) - params.count)(*operands)
 
@@ -203,7 +218,9 @@ def _abstract_eval(*avals, params: Linear):
 
 
 def _lower(ctx, *operands, params: Linear):
-    return mlir.lower_fun(functools.partial(_tangent, params), multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(functools.partial(_tangent, params), multiple_results=True)(
+        ctx, *operands
+    )
 
 
 mlir.register_lowering(tangent_p, _lower)
@@ -219,10 +236,14 @@ def _tangent_jvp(primals, tangents, *, params: Linear):
             operands[i] = x
         return _tangent(params, *operands)
 
-    if all(i >= params.count for i in moving):  # linear in these: stay one call, to be transposed as one
+    if all(
+        i >= params.count for i in moving
+    ):  # linear in these: stay one call, to be transposed as one
         moved = [ad.instantiate_zeros(t) for t in tangents[params.count :]]
         return outputs, tangent_p.bind(*primals[: params.count], *moved, params=params)
-    return outputs, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return outputs, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[
+        1
+    ]
 
 
 ad.primitive_jvps[tangent_p] = _tangent_jvp
@@ -232,7 +253,9 @@ def _transpose(cotangents, *operands, params: Linear):
     residuals, linear = operands[: params.count], operands[params.count :]
     wanted = [ad.is_undefined_primal(x) for x in linear]
     if all(type(ct) is ad.Zero for ct in cotangents):
-        return [None] * params.count + [ad.Zero(x.aval) if w else None for x, w in zip(linear, wanted, strict=True)]
+        return [None] * params.count + [
+            ad.Zero(x.aval) if w else None for x, w in zip(linear, wanted, strict=True)
+        ]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     avals = [x.aval if w else jax.typeof(x) for x, w in zip(linear, wanted, strict=True)]
     depth = len(params.maps)
@@ -275,7 +298,9 @@ def _own_vjp(params: Linear, kernel, residuals, cotangents, inner):
     try:
         jax.tree.map(put, places, tuple(given), is_leaf=lambda leaf: leaf is None)
     except ValueError as error:
-        raise SpecError(f"`{params.name}.vjp`: a cotangent has another structure than its argument: {error}") from None
+        raise SpecError(
+            f"`{params.name}.vjp`: a cotangent has another structure than its argument: {error}"
+        ) from None
     names = jax.tree_util.tree_leaves_with_path(places)
     return [
         jnp.zeros(shape, dtype)

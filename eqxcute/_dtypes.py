@@ -4,7 +4,6 @@ import numpy as np
 
 from ._errors import DtypeError
 
-
 # JAX's name -> the name in `cutlass`. Everything that arrives through XLA's FFI and jax-tvm-ffi, and that
 # CuTe can load and store.
 CUTE_NAMES = {

@@ -13,7 +13,6 @@ import numpy as np
 from . import _signature
 from ._errors import SpecError
 
-
 _ATTRIBUTE = "eqxcute_attribute"
 _MISSING = dataclasses.MISSING
 
@@ -46,7 +45,9 @@ def attribute(default: Any = _MISSING, *, dtype: str | None = None) -> Any:
     signature): that one traces nothing anew.
     """
     if dtype not in (None, "float32", "float64", "int32", "int64", "bool"):
-        raise SpecError(f"attribute(dtype={dtype!r}): must be float32, float64, int32, int64 or bool.")
+        raise SpecError(
+            f"attribute(dtype={dtype!r}): must be float32, float64, int32, int64 or bool."
+        )
     return eqx.field(static=True, default=default, metadata={_ATTRIBUTE: dtype or "by value"})
 
 
@@ -220,7 +221,11 @@ def parameter_names(cls: type, count: int) -> tuple[str, ...]:
     """What the arguments and outputs are called: by `launch`, else by `reference`, else by number."""
     for method in ("launch", "reference"):
         parameters = list(inspect.signature(getattr(cls, method)).parameters.values())
-        names = [p.name for p in parameters[2 if method == "launch" else 1 :] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        names = [
+            p.name
+            for p in parameters[2 if method == "launch" else 1 :]
+            if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
         if len(names) >= count or (method == "reference" and names):
             break
     return tuple(names[:count]) + tuple(f"argument {i}" for i in range(len(names), count))
@@ -230,7 +235,7 @@ def signature_of(kernel: Kernel) -> _signature.Signature:
     text = getattr(type(kernel), "signature", None)
     if not isinstance(text, str):
         raise SpecError(
-            f"`{name_of(kernel)}` has no signature. Write one in the class: `signature = \"n, n -> n\"`."
+            f'`{name_of(kernel)}` has no signature. Write one in the class: `signature = "n, n -> n"`.'
         )
     return _signature.parse(text)
 
@@ -328,5 +333,5 @@ def _check_attribute(kernel: Kernel, name: str, value: Any) -> None:
     if typed is None or (isinstance(typed, (np.integer, np.bool_)) and typed != value):
         raise SpecError(
             f"`{name_of(kernel)}`: the attribute `{name}` is {value!r}, which does not fit "
-            f"{'int32' if dtype == 'by value' else dtype}. Declare it `eqxcute.attribute(dtype=\"int64\")` or `\"float32\"`."
+            f'{"int32" if dtype == "by value" else dtype}. Declare it `eqxcute.attribute(dtype="int64")` or `"float32"`.'
         )

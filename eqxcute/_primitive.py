@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 
 from . import _dtypes, _kernel, _signature
 from ._errors import BackendError, DtypeError, SlowPathWarning, SpecError, sizes
-from ._kernel import brings, Kernel, name_of
+from ._kernel import Kernel, brings, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,9 @@ def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple) -> View
     name, signature = name_of(kernel), _kernel.signature_of(kernel)
     names, output_names = _kernel.names_of(kernel)
     own = [
-        _signature.Leaf(_signature.describe_path("self", path), _signature.Spec((), free=True), leaf.shape)
+        _signature.Leaf(
+            _signature.describe_path("self", path), _signature.Spec((), free=True), leaf.shape
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(kernel, _is_struct))
     ]
     binding = _signature.bind(name, signature, names, arguments, _kernel.static_sizes(kernel))
@@ -93,7 +95,9 @@ def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple) -> View
         _dtypes.check(name, leaf.name, dtype, type(kernel).dtypes.get(root))
     outputs = tuple(
         jax.ShapeDtypeStruct(binding.output_shape(spec), dtype)
-        for spec, dtype in zip(signature.outputs, _output_dtypes(kernel, arguments, signature), strict=True)
+        for spec, dtype in zip(
+            signature.outputs, _output_dtypes(kernel, arguments, signature), strict=True
+        )
     )
     for output, out in zip(output_names, outputs, strict=True):
         _dtypes.check(name, output, out.dtype)
@@ -178,7 +182,9 @@ def _as_array(kernel: Kernel, i: int, path, leaf):
 
 def reference(call: Call, operands: Sequence) -> list:
     """The outputs as the reference gives them, checked against the signature."""
-    return mapped(functools.partial(_reference, dataclasses.replace(call, maps=())), call.maps)(*operands)
+    return mapped(functools.partial(_reference, dataclasses.replace(call, maps=())), call.maps)(
+        *operands
+    )
 
 
 def _reference(call: Call, *operands) -> list:
@@ -229,7 +235,9 @@ def _impl(*operands, call: Call):
 @functools.lru_cache(maxsize=1)
 def _effects():
     """The effect of an FFI call that must be kept. JAX has no public name for it."""
-    kept = jax.ffi.ffi_call("eqxcute.none", jax.ShapeDtypeStruct((), np.float32), has_side_effect=True)
+    kept = jax.ffi.ffi_call(
+        "eqxcute.none", jax.ShapeDtypeStruct((), np.float32), has_side_effect=True
+    )
     return jax.make_jaxpr(kept)().effects
 
 
@@ -278,9 +286,13 @@ def launch(call: Call, *operands) -> list:
         jnp.transpose(jnp.reshape(operand, array.shape), array.order)
         for operand, array in zip(operands, plan.inputs, strict=True)
     ]
-    inputs += [jnp.full(plan.outputs[i].memory_shape, value, plan.outputs[i].dtype) for i, value in plan.initial]
+    inputs += [
+        jnp.full(plan.outputs[i].memory_shape, value, plan.outputs[i].dtype)
+        for i, value in plan.initial
+    ]
     results = [
-        jax.ShapeDtypeStruct(array.memory_shape, array.dtype) for array in (*plan.outputs, *plan.workspace)
+        jax.ShapeDtypeStruct(array.memory_shape, array.dtype)
+        for array in (*plan.outputs, *plan.workspace)
     ]
     outputs = jax.ffi.ffi_call(
         target,
@@ -309,7 +321,10 @@ def _launch_each(call: Call, operands: Sequence) -> list:
 
     def one(rows):
         taken = iter(rows)
-        return launch(call.inner, *(next(taken) if flag else x for x, flag in zip(operands, flags, strict=True)))
+        return launch(
+            call.inner,
+            *(next(taken) if flag else x for x, flag in zip(operands, flags, strict=True)),
+        )
 
     return lax.map(one, [x for x, flag in zip(operands, flags, strict=True) if flag])
 
@@ -391,7 +406,6 @@ class _Symbols:
 LARGEST = 2**31 - 1
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_of(found: View) -> Plan:
     symbols, signature = _Symbols(found), _kernel.signature_of(found.kernel)
 
@@ -403,7 +417,9 @@ def plan_of(found: View) -> Plan:
                     f"`{found.name}`: `{name}` has a dim of {size} as the kernel sees it, {sizes(shape)}; a dim is at most "
                     f"2**31 - 1 = {LARGEST}. Split the array, or give it more dims."
                 )
-        return Array(name, np.dtype(dtype), shape, symbols.of(spec, shape), _order(found, name, len(shape)))
+        return Array(
+            name, np.dtype(dtype), shape, symbols.of(spec, shape), _order(found, name, len(shape))
+        )
 
     structs = jax.tree.leaves(eqx.filter((found.kernel, found.arguments), _is_struct))
     inputs = tuple(
@@ -412,13 +428,19 @@ def plan_of(found: View) -> Plan:
     )
     outputs = tuple(
         array(name, spec, out.shape, out.dtype)
-        for name, spec, out in zip(found.output_names, signature.outputs, found.outputs, strict=True)
+        for name, spec, out in zip(
+            found.output_names, signature.outputs, found.outputs, strict=True
+        )
     )
     free = _signature.Spec((), free=True)
     workspace = tuple(
-        array(f"workspace {i}", free, scratch.shape, scratch.dtype) for i, scratch in enumerate(found.workspace)
+        array(f"workspace {i}", free, scratch.shape, scratch.dtype)
+        for i, scratch in enumerate(found.workspace)
     )
-    initial = tuple((_find(found, key, outputs, "initial"), value) for key, value in type(found.kernel).initial.items())
+    initial = tuple(
+        (_find(found, key, outputs, "initial"), value)
+        for key, value in type(found.kernel).initial.items()
+    )
     aliases = {
         _find(found, i, inputs, "aliases"): _find(found, o, outputs, "aliases")
         for i, o in type(found.kernel).aliases.items()
@@ -427,7 +449,9 @@ def plan_of(found: View) -> Plan:
         _check_alias(found, inputs[i], outputs[o])
     aliases |= {len(inputs) + i: output for i, (output, _) in enumerate(initial)}
     if len(set(aliases.values())) != len(aliases):
-        raise SpecError(f"`{found.name}`: two entries of `aliases` and `initial` name the same output.")
+        raise SpecError(
+            f"`{found.name}`: two entries of `aliases` and `initial` name the same output."
+        )
     return Plan(inputs, outputs, workspace, tuple(aliases.items()), initial)
 
 
@@ -467,7 +491,9 @@ def _check_alias(found: View, before: Array, after: Array) -> None:
 
 def _batch(operands, dims, *, call: Call):
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    operands = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+    ]
     flags = tuple(d is not None for d in dims)
     outputs = _batch_inside(call, operands, flags, size)
     if outputs is None:
@@ -480,7 +506,8 @@ def _batch_inside(call: Call, operands, flags: tuple[bool, ...], size: int):
     if call.maps:
         return None
     avals = [
-        jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype) for x, flag in zip(operands, flags, strict=True)
+        jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
+        for x, flag in zip(operands, flags, strict=True)
     ]
     found = view_of(call, avals)
     if brings(found.kernel, "batch") and not any(flags[: found.fields]):
@@ -491,7 +518,9 @@ def _batch_inside(call: Call, operands, flags: tuple[bool, ...], size: int):
             return list(unpack(outputs))
     outputs = _kernel.signature_of(found.kernel).outputs
     grows = [leaf.spec.lead for leaf in found.operands]
-    if not all(spec.lead for spec in outputs) or any(f and not g for f, g in zip(flags, grows, strict=True)):
+    if not all(spec.lead for spec in outputs) or any(
+        f and not g for f, g in zip(flags, grows, strict=True)
+    ):
         return None
     grown = [
         jnp.broadcast_to(x, (size, *x.shape)) if grow and not flag else x

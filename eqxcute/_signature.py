@@ -135,9 +135,13 @@ def _parse_spec(text: str, whole: str) -> Spec:
         if match["size"] is not None:
             dims.append(Dim(None, int(match["size"]), static=True))
         else:
-            dims.append(Dim(match["name"], None, bool(match["static"]), int(match["multiple"] or 1)))
+            dims.append(
+                Dim(match["name"], None, bool(match["static"]), int(match["multiple"] or 1))
+            )
     if not words:
-        raise SpecError(f"Signature {whole!r} has an empty term. A 0-d array is `()`, any pytree is `{{}}`.")
+        raise SpecError(
+            f"Signature {whole!r} has an empty term. A 0-d array is `()`, any pytree is `{{}}`."
+        )
     return Spec(tuple(dims), lead)
 
 
@@ -162,7 +166,9 @@ def _parse_term(text: str, whole: str) -> Term:
     if text == "{}":
         return Term(None, tree=True)
     if text.startswith("[") and text.endswith("]"):
-        return Term(tuple(_parse_spec(part, whole) for part in _split(text[1:-1], whole)), True, optional)
+        return Term(
+            tuple(_parse_spec(part, whole) for part in _split(text[1:-1], whole)), True, optional
+        )
     return Term((_parse_spec(text, whole),), optional=optional)
 
 
@@ -171,7 +177,9 @@ def parse(text: str) -> Signature:
     """Reads a signature string. Raises `SpecError` for one that means nothing."""
     halves = text.split("->")
     if len(halves) != 2:
-        raise SpecError(f"Signature {text!r} must have one `->`: `inputs -> outputs`, as in 'n, n -> n'.")
+        raise SpecError(
+            f"Signature {text!r} must have one `->`: `inputs -> outputs`, as in 'n, n -> n'."
+        )
     before, after = (half.strip() for half in halves)
     inputs = tuple(_parse_term(part, text) for part in _split(before, text)) if before else ()
     if not after:
@@ -179,7 +187,9 @@ def parse(text: str) -> Signature:
     outputs = []
     for part in _split(after, text):
         if part.startswith(("[", "{")) or part.endswith("?"):
-            raise SpecError(f"Signature {text!r}: an output is one array; list several with commas.")
+            raise SpecError(
+                f"Signature {text!r}: an output is one array; list several with commas."
+            )
         outputs.append(_parse_spec(part, text))
     return Signature(text, inputs, tuple(outputs))
 

@@ -1,0 +1,297 @@
+"""What tests of kernels need: compile for any GPU, run on a CPU, compare with the reference, time.
+
+None of it needs a GPU, but for `benchmark` to mean something.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from . import _arch, _compile
+from ._kernel import Kernel, attributes_of, brings, name_of
+from ._primitive import Plan, View, flatten, pack, plan_of, unpack, view_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel as the compiler leaves it. `object` is what is linked into the process: host code around the cubin."""
+
+    name: str
+    architecture: str
+    ptx: str
+    cubin: bytes
+    object: bytes
+
+
+def compile_count() -> int:
+    """How often this process has called the CuTe compiler: cached kernels do not count."""
+    return _compile.count()
+
+
+def compile_only(kernel: Kernel, *arguments: Any, architecture: str = "sm_90a") -> Compiled:
+    """Compiles a kernel for a named GPU, on any machine, past all caches.
+
+    **Arguments:**
+
+    - `kernel`: The kernel.
+    - `arguments`: Arrays or `jax.ShapeDtypeStruct`s. Only dtypes, ranks and dims marked `!` matter.
+    - `architecture`: The GPU. (Keyword only argument.)
+
+    **Returns:**
+
+    A `Compiled`, whose PTX carries line numbers.
+
+    **Raises:**
+
+    `eqxcute.CompileError` if the compiler refuses it.
+    """
+    found, plan, _ = _analyse(kernel, arguments)
+    return _build(found, plan, _arch.check(architecture))
+
+
+def _analyse(kernel: Kernel, arguments: tuple) -> tuple[View, Plan, list]:
+    def as_array(leaf):
+        return (
+            np.zeros(leaf.shape, leaf.dtype)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else np.asarray(leaf)
+        )
+
+    operands, call = flatten(kernel, jax.tree.map(as_array, arguments))
+    found = view_of(call, operands)
+    return found, plan_of(found), [np.asarray(x) for x in operands]
+
+
+def _build(found: View, plan: Plan, architecture: str) -> Compiled:
+    symbol = _compile.symbol_of(found, _compile.key_of(found, plan, architecture))
+    built = _compile.build(found, plan, symbol, architecture, inspect=True)
+    return Compiled(symbol, architecture, built.ptx or "", built.cubin or b"", built.object)
+
+
+_interpreted: dict[str, Compiled] = {}
+
+
+def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> Any:
+    """Runs a kernel's PTX on the CPU, every access checked, and returns what the GPU would.
+
+    The kernel is compiled for `architecture`; its own host code computes grids and packs parameters; its launches run
+    lane by lane in NumPy. Small shapes take seconds.
+
+    **Arguments:**
+
+    - `kernel`: The kernel.
+    - `arguments`: Arrays, as for `kernel(*arguments)`.
+    - `architecture`: The GPU whose instructions are interpreted. (Keyword only argument.)
+
+    **Returns:**
+
+    The outputs, as `kernel(*arguments)`.
+
+    **Raises:**
+
+    `eqxcute.testing.KernelFault` for an access outside its array, a misaligned or racing one, a read of memory that
+    nothing wrote, a barrier that some threads never reach, or an output left unwritten. It names the instruction, the
+    thread and the line of Python. `NotImplementedError` for an instruction that the interpreter does not know.
+    """
+    from . import _ptx
+
+    found, plan, operands = _analyse(kernel, arguments)
+    key = _compile.key_of(found, plan, _arch.check(architecture))
+    if key not in _interpreted:
+        _interpreted[key] = _build(found, plan, architecture)
+    compiled = _interpreted[key]
+
+    def in_memory(array, value):
+        return np.ascontiguousarray(np.transpose(np.reshape(value, array.shape), array.order))
+
+    inputs = [in_memory(array, np.array(x)) for array, x in zip(plan.inputs, operands, strict=True)]
+    outputs = [np.empty(array.memory_shape, array.dtype) for array in plan.outputs]
+    scratch = [np.empty(array.memory_shape, array.dtype) for array in plan.workspace]
+    started = {o: inputs[i] for i, o in plan.aliases if i < len(inputs)}
+    started |= {
+        o: np.full(plan.outputs[o].memory_shape, value, plan.outputs[o].dtype)
+        for o, value in plan.initial
+    }
+    outputs = [started.get(o, output) for o, output in enumerate(outputs)]
+    initial = [outputs[o] for o, _ in plan.initial]
+    names = [a.name for a in plan.inputs] + [plan.outputs[o].name for o, _ in plan.initial]
+    first = len(names)
+    names += [a.name for a in (*plan.outputs, *plan.workspace)] + list(attributes_of(found.kernel))
+    _ptx.execute(
+        compiled.object,
+        compiled.name,
+        compiled.ptx,
+        [*inputs, *initial, *outputs, *scratch, *attributes_of(found.kernel).values()],
+        names=names,
+        written=[first + o for o in range(len(outputs)) if o not in started],
+    )
+    return pack(
+        [
+            jnp.asarray(np.transpose(output, np.argsort(array.order)).reshape(want.shape))
+            for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=True)
+        ]
+    )
+
+
+def assert_as_accurate(
+    actual: Any, *, oracle: Any, peer: Any, slack: float = 2.0, ulps: float = 1.0
+) -> None:
+    """`actual` may be at most `slack` times as wrong as `peer`.
+
+    **Arguments:**
+
+    - `actual`: What is tested. Pytrees are compared leaf by leaf.
+    - `oracle`: The same in a wider dtype. (Keyword only argument.)
+    - `peer`: The same in plain JAX, in the dtype of `actual`: so the allowance is measured on these inputs, not
+        picked. (Keyword only argument.)
+    - `slack`: See above. (Keyword only argument.)
+    - `ulps`: Allowed besides, in units of the largest entry's last place, for a `peer` that happens to be exact.
+        (Keyword only argument.)
+
+    Integers and booleans must be equal; NaN and infinities must stand in the same places.
+
+    **Raises:**
+
+    `AssertionError`, naming the worst entry.
+    """
+    trees = [jax.tree.leaves(tree) for tree in (actual, oracle, peer)]
+    if len({len(leaves) for leaves in trees}) != 1:
+        raise AssertionError(f"Different numbers of arrays: {[len(leaves) for leaves in trees]}.")
+    for leaves in zip(*trees, strict=True):
+        _leaf_as_accurate(*leaves, slack, ulps)
+
+
+def _leaf_as_accurate(actual, oracle, peer, slack: float, ulps: float) -> None:
+    if actual.shape != oracle.shape or actual.dtype != peer.dtype:
+        raise AssertionError(
+            f"Got {actual.dtype}{actual.shape}; the oracle has shape {oracle.shape}, the peer dtype {peer.dtype}."
+        )
+    if not jnp.issubdtype(actual.dtype, jnp.floating):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(oracle))
+        return
+    eps = float(jnp.finfo(actual.dtype).eps)
+    if not float(jnp.finfo(oracle.dtype).eps) < eps:
+        raise AssertionError(
+            f"The oracle is {oracle.dtype}, no wider than {actual.dtype}: it would allow anything."
+        )
+    got, want, other = (np.asarray(x).astype(np.float64) for x in (actual, oracle, peer))
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(kind(got), kind(want), err_msg=kind.__name__)
+    finite = np.isfinite(want)
+    if not finite.any():
+        return
+    error = np.zeros(want.shape)
+    error[finite] = np.abs(got[finite] - want[finite])
+    peer_error = np.abs(other[finite] - want[finite]).max()
+    floor = ulps * eps * np.abs(want[finite]).max()
+    allowed = slack * peer_error + floor
+    worst = np.unravel_index(error.argmax(), error.shape)
+    if error[worst] > allowed:
+        raise AssertionError(
+            f"Off by {error[worst]:.3g} at {tuple(map(int, worst))}: got {got[worst]:.6g}, want {want[worst]:.6g}. "
+            f"Allowed {allowed:.3g} = {slack} * {peer_error:.3g} (plain JAX in {actual.dtype}) + {floor:.3g}. "
+            f"{np.mean(error > allowed):.1%} of entries are over."
+        )
+
+
+def check_kernel(
+    kernel: Kernel, *arguments: Any, gradients: bool = True, interpreted: bool = False
+) -> None:
+    """Checks a kernel against its reference in float64: values, and gradients for random cotangents.
+
+    **Arguments:**
+
+    - `kernel`: The kernel; it needs a `reference`.
+    - `arguments`: Arrays.
+    - `gradients`: Whether to check reverse mode too. (Keyword only argument.)
+    - `interpreted`: Runs the kernel through `interpret`, instead of on the default device. (Keyword only argument.)
+
+    **Raises:**
+
+    `AssertionError` if the kernel is more than twice as far from float64 as its reference is in the arguments' dtypes.
+    """
+    if not brings(kernel, "reference"):
+        raise ValueError(f"`{name_of(kernel)}` has no `reference` to be checked against.")
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    actual = interpret(kernel, *arguments) if interpreted else jax.jit(kernel)(*arguments)
+    peer = jax.jit(kernel.reference)(*arguments)
+    with jax.enable_x64(True):
+        oracle = kernel.reference(*jax.tree.map(_widened, arguments))
+    assert_as_accurate(actual, oracle=oracle, peer=peer)
+    floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(arguments)]
+    if not gradients or not any(floats):
+        return
+    cotangents = [
+        jr.normal(jr.key(i), out.shape).astype(out.dtype)
+        if jnp.issubdtype(out.dtype, jnp.floating)
+        else None
+        for i, out in enumerate(unpack(peer))
+    ]
+    assert_as_accurate(
+        _gradients(kernel, arguments, cotangents),
+        oracle=_widened_gradients(kernel, arguments, cotangents),
+        peer=_gradients(kernel.reference, arguments, cotangents),
+    )
+
+
+def _gradients(function: Callable, arguments: tuple, cotangents: list) -> list:
+    leaves, tree = jax.tree.flatten(arguments)
+    moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    def of_moving(some):
+        full = list(leaves)
+        for i, leaf in zip(moving, some, strict=True):
+            full[i] = leaf
+        outputs = unpack(function(*jax.tree.unflatten(tree, full)))
+        return [out for out, ct in zip(outputs, cotangents, strict=True) if ct is not None]
+
+    def pulled(some, ct):
+        return jax.vjp(of_moving, some)[1](ct)[0]
+
+    return jax.jit(pulled)([leaves[i] for i in moving], [ct for ct in cotangents if ct is not None])
+
+
+def _widened_gradients(kernel: Kernel, arguments: tuple, cotangents: list) -> list:
+    with jax.enable_x64(True):
+        wide = [None if ct is None else _widened(ct) for ct in cotangents]
+        return _gradients(kernel.reference, jax.tree.map(_widened, arguments), wide)
+
+
+def _widened(leaf):
+    return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+def benchmark(function: Callable, *arguments: Any, calls: int = 20, rounds: int = 7) -> float:
+    """Seconds a call of `function(*arguments)` on the default device, the median of `rounds` of `calls` calls each.
+
+    Calls are queued without waiting, so a call that takes longer on the device than its dispatch on the host (about
+    30 us) is timed without it.
+    """
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    jax.block_until_ready(jitted(*arguments))
+    timed = functools.partial(_round, jitted, arguments, calls)
+    return statistics.median(timed() for _ in range(rounds))
+
+
+def _round(function: Callable, arguments: tuple, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = function(*arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def __getattr__(name: str):
+    if name == "KernelFault":
+        from ._ptx import KernelFault
+
+        return KernelFault
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
