@@ -168,78 +168,73 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 class _Sums(NamedTuple):
-    lse: Any  # b n g q: sum of p t_s
-    values: Any  # b n g q e: sum of p (t_s v + t_v)
+    """Sums over keys of p and of p v, where p = exp(s - lse) for a fixed lse."""
+
+    p: Any  # b n g q
+    pv: Any  # b n g q e
 
 
 def _tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) -> Outputs:
     """Tangents of the outputs. Leaves of `dots` are None where the tangent is known to be 0."""
-    tile_q, tile_k = plan.tiles
     # Wide from here on: the transposed program sums gradients over tiles in these arrays.
-    operands = operands._replace(score=tuple(map(_widen, operands.score)))
-    dots = jax.tree.map(_widen, dots)
-
-    kv = [_split(x, tile_k) for x in (operands.k, operands.v, dots.k, dots.v)]
-    k0 = _starts(plan.kv_len, tile_k)
-
-    def queries(xs):
-        (q, out, lse, dq), q0 = xs
-
-        def keys(ys):
-            (k, v, dk, dv), k0 = ys
-            wide = [x if x is None else x.astype(plan.wide) for x in (q, k, v)]
-            tile = Operands(*wide, operands.mask, operands.score)
-            dot = Operands(dq, dk, dv, dots.mask, dots.score)
-            return _tile_tangents(plan, tile, dot, lse, q0, k0)
-
-        sums = _fold(_add, _zeros, jax.checkpoint(keys), (kv, k0))
-        values = sums.values - out.astype(plan.wide) * sums.lse[..., None]
-        return Outputs(values.astype(out.dtype), sums.lse)
-
-    q, dq, out = (_split(x, tile_q) for x in (operands.q, dots.q, outputs.out))
-    lse = _split(outputs.lse[..., None], tile_q)[..., 0]
-    xs = ((q, out, lse, dq), _starts(plan.q_len, tile_q))
-    tiles = _map(jax.checkpoint(queries), xs)
-    return Outputs(_join(tiles.out, plan.q_len, -2), _join(tiles.lse, plan.q_len, -1))
-
-
-def _tile_tangents(plan, tile: Operands, dot: Operands, lse, q0, k0) -> _Sums:
-    block = _block(plan, tile.q.shape[-2], tile.k.shape[-2], q0, k0)
-    allowed = _allowed(plan, tile.mask, block, q0, k0)
-
-    def scores(live):
-        q, k, captured = _overlay((tile.q, tile.k, tile.score), live)
-        s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
-        if plan.score is not None:
-            s = score_block_guarded(plan.score, captured, s, block, allowed)
-        return s if allowed is None else jnp.where(allowed, s, -jnp.inf)
-
-    live = (dot.q, dot.k, dot.score)
-    primal = jax.tree.map(
-        lambda t, x: None if t is None else x,
-        live,
-        (tile.q, tile.k, tile.score),
-        is_leaf=lambda t: t is None,
+    operands = operands._replace(
+        q=operands.q.astype(plan.wide),
+        k=operands.k.astype(plan.wide),
+        v=operands.v.astype(plan.wide),
+        score=tuple(map(_widen, operands.score)),
     )
-    if jax.tree.leaves(live):
-        s, ds = jax.jvp(scores, (primal,), (live,))
-    else:
-        s, ds = scores(primal), None
+    dots = jax.tree.map(_widen, dots)
+    moving = jax.tree.map(
+        lambda t, x: None if t is None else x, dots, operands, is_leaf=lambda t: t is None
+    )
+
+    def sums(moving):
+        mixed = jax.tree.map(
+            lambda m, x: x if m is None else m, moving, operands, is_leaf=lambda m: m is None
+        )
+        return _sums(plan, mixed, outputs.lse)
+
+    # The rule is written as the tangent of a function and not by hand, since JAX 0.8 transposes
+    # a scan only if its own rules have marked the scan's tangents.
+    _, t = jax.jvp(sums, (moving,), (dots,))
+    out = t.pv - outputs.out.astype(plan.wide) * t.p[..., None]
+    return Outputs(out.astype(outputs.out.dtype), t.p)
+
+
+def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
+    tile_q, tile_k = plan.tiles
+    kv = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
+
+    @jax.checkpoint
+    def queries(xs):
+        q, lse, q0 = xs
+
+        @jax.checkpoint
+        def keys(ys):
+            k, v, k0 = ys
+            return _tile_sums(plan, operands, q, k, v, lse, q0, k0)
+
+        return _fold(_add, _zeros, keys, kv)
+
+    xs = (
+        _split(operands.q, tile_q),
+        _split(lse[..., None], tile_q)[..., 0],
+        _starts(plan.q_len, tile_q),
+    )
+    tiles = _map(queries, xs)
+    return _Sums(_join(tiles.p, plan.q_len, -1), _join(tiles.pv, plan.q_len, -2))
+
+
+def _tile_sums(plan, operands, q, k, v, lse, q0, k0) -> _Sums:
+    block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
+    allowed = _allowed(plan, operands.mask, block, q0, k0)
+    s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+    if plan.score is not None:
+        s = score_block_guarded(plan.score, operands.score, s, block, allowed)
+    if allowed is not None:
+        s = jnp.where(allowed, s, -jnp.inf)
     p = jnp.exp(s - _finite(lse)[..., None])
-    pieces = []
-    if ds is not None:
-        ds = p * ds
-        pieces.append(_weigh(ds, tile.v, plan.wide))
-    if dot.v is not None:
-        pieces.append(_weigh(p, dot.v, plan.wide))
-    values = sum(pieces[1:], pieces[0])
-    total = jnp.zeros_like(lse) if ds is None else jnp.sum(ds, axis=-1)
-    return _Sums(total, values)
-
-
-def _overlay(base, live):
-    """`live` where it is not None, else `base`."""
-    return jax.tree.map(lambda t, x: x if t is None else t, live, base, is_leaf=lambda t: t is None)
+    return _Sums(jnp.sum(p, axis=-1), _weigh(p, v, plan.wide))
 
 
 def _add(a: _Sums, b: _Sums) -> _Sums:
