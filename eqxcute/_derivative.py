@@ -183,7 +183,7 @@ def _tangent(params: Linear, *operands) -> list:
         kept = [t for t, is_float in zip(given, params.outputs, strict=True) if is_float]
         return [
             _fits(params, "jvp", f"output {i}", t, *s)
-            for i, (t, s) in enumerate(zip(kept, params.shapes))
+            for i, (t, s) in enumerate(zip(kept, params.shapes, strict=True))
         ]
 
     return params.over_axes(one, len(operands) - params.count)(*operands)

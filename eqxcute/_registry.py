@@ -74,7 +74,7 @@ def _check_slots(found: View) -> None:
 
     if jax_tvm_ffi.registered_count() >= SLOTS:
         raise CompileError(
-            f"`{found.name}` is the {SLOTS + 1}th kernel of this process, and jax-tvm-ffi has {SLOTS} places for them, which are "
-            "never freed. Kernels differ by class, static fields, dtypes, dims marked `!` and architecture: give values that "
+            f"`{found.name}` is the {SLOTS + 1}th kernel of this process, and jax-tvm-ffi has {SLOTS} places for them, never "
+            "freed. Kernels differ by class, static fields, dtypes, dims marked `!` and architecture: give values that "
             "vary as `eqxcute.attribute()` or as arrays, and leave sizes that vary without `!`."
         )
