@@ -128,6 +128,17 @@ class Kernel(eqx.Module):
 
         return call(self, _positional(self, arguments, named))
 
+    def __repr__(self):
+        # CuTe names device code after `self`. Printing one of its tensors would emit code, so those are left out.
+        known = (bool, int, float, complex, str, jax.ShapeDtypeStruct)
+        shown = jax.tree.map(
+            lambda leaf: (
+                leaf if is_array(leaf) or isinstance(leaf, known) or callable(leaf) else None
+            ),
+            self,
+        )
+        return eqx.tree_pformat(shown)
+
     # What a kernel brings. `launch` is needed on a GPU, `reference` everywhere else.
 
     def reference(self, *arguments):

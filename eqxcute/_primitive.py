@@ -283,7 +283,7 @@ def launch(call: Call, *operands) -> list:
     plan = plan_of(found)
     target = _registry.target(found, plan)
     inputs = [
-        jnp.transpose(jnp.reshape(operand, array.shape), array.order)
+        _in_own_buffer(jnp.transpose(jnp.reshape(operand, array.shape), array.order))
         for operand, array in zip(operands, plan.inputs, strict=True)
     ]
     inputs += [
@@ -304,6 +304,17 @@ def launch(call: Call, *operands) -> list:
         jnp.reshape(jnp.transpose(output, np.argsort(array.order)), want.shape)
         for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=False)
     ]
+
+
+def _in_own_buffer(operand):
+    """Keeps XLA from passing a static slice by a pointer into the sliced array.
+
+    It does so where the slice's size is a multiple of 128 bytes, whatever its offset (`DynamicSliceFusionRewriterV2`, on by
+    default from jax 0.11 on), and a vector load at such a pointer is misaligned. Costs nothing but for slices, which are
+    copied, as they are in older versions.
+    """
+    by_pointer = operand.size > 0 and operand.size * operand.dtype.itemsize % 128 == 0
+    return lax.optimization_barrier(operand) if by_pointer else operand
 
 
 def _launch_each(call: Call, operands: Sequence) -> list:

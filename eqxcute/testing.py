@@ -221,7 +221,11 @@ def check_kernel(
     if not brings(kernel, "reference"):
         raise ValueError(f"`{name_of(kernel)}` has no `reference` to be checked against.")
     arguments = jax.tree.map(jnp.asarray, arguments)
-    actual = interpret(kernel, *arguments) if interpreted else jax.jit(lambda *some: kernel(*some))(*arguments)
+    actual = (
+        interpret(kernel, *arguments)
+        if interpreted
+        else jax.jit(lambda *some: kernel(*some))(*arguments)
+    )
     peer = jax.jit(lambda *some: kernel.reference(*some))(*arguments)
     with jax.enable_x64(True):
         oracle = kernel.reference(*jax.tree.map(_widened, arguments))
