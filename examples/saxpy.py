@@ -84,8 +84,7 @@ def main(size=SIZE):
         traces.clear()
         before = compile_count()
         with eqxcute.architecture("sm_90a"):  # named, so that it works without a GPU
-            for alpha in ALPHAS:
-                call.trace(*way(alpha)).lower(lowering_platforms=("cuda",))
+            [call.trace(*way(a)).lower(lowering_platforms=("cuda",)) for a in ALPHAS]
         compiles = compile_count() - before
         kernel, *arrays = way(2.5)
         out = jax.jit(kernel)(*arrays)
