@@ -313,7 +313,7 @@ def _st(ins, kernel):
         get = reader(sources[0], f"b{8 * form.size}")
 
         def to_call(m):
-            m.call_params[key] = np.broadcast_to(get(m), (m.lanes,))
+            m.call_params[key] = m.spread(get(m))
 
         return to_call
     address = address_reader(ins.args[0])

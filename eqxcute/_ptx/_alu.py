@@ -45,7 +45,7 @@ def allow(ins, *names) -> None:
 
 def polish(function, ins, name: str):
     """Adds what `.ftz` and `.sat` ask for round a function on floats."""
-    ftz = "ftz" in ins.mods and name in ("f32", "f16", "f16x2")
+    ftz = "ftz" in ins.mods and name in ("f32", "f16", "f16x2", "f32x2")
     sat = "sat" in ins.mods
     if not ftz and not sat:
         return function
@@ -115,7 +115,6 @@ def _add(ins):
         if name != "s32":
             raise Unsupported(f"the modifier .sat on {name}")
         return _saturating(function, name), name, (name, name)
-    name = "b" + name[1:] if name[0] != "b" else name
     return function, name, (name, name)
 
 
@@ -186,7 +185,7 @@ def _fma(ins):
         if mode != "rn":
             raise Unsupported(f"float64 with the rounding .{mode}")
         run = _float.fma64
-    elif name == "f32" and mode == "rn":
+    elif name in ("f32", "f32x2") and mode == "rn":
         run = _float.fma32
     else:
 
@@ -476,6 +475,7 @@ def _bfe(ins):
         mask = _low_ones(length, bits, u)
         out = shifted.astype(u) & mask
         if is_signed(name):
+            mask = _low_ones(np.clip(bits - position, 0, length), bits, u)
             at = np.minimum(position + length - 1, bits - 1)
             sign = (value >> np.maximum(at, 0).astype(u)) & u.type(1)
             out = np.where((sign == 1) & (length > 0), out | ~mask, out)

@@ -198,8 +198,8 @@ def _bar(ins, kernel):
             m.clocks.join_all()
             return
         lanes = m.active
-        numbers = np.broadcast_to(number(m), (m.lanes,))[lanes]
-        counts = None if count is None else np.broadcast_to(count(m), (m.lanes,))[lanes]
+        numbers = m.spread(number(m))[lanes]
+        counts = None if count is None else m.spread(count(m))[lanes]
         m.pc[lanes] = ins.index + 1
         for one in np.unique(numbers).tolist():
             chosen = numbers == one
@@ -248,9 +248,9 @@ def _bar_warp(ins):
     members = reader(ins.args[0], "b32")
 
     def named(m):
-        return np.broadcast_to(members(m), (m.lanes,))
+        return m.spread(members(m))
 
     def run(m):
-        m.clocks.tick(None if m.mask is None else m.active)
+        m.clocks.tick(m.running_warps)
 
     return joining(ins, run, named)

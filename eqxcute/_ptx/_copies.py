@@ -8,12 +8,9 @@ import numpy as np
 
 from ._access import address_reader, on_lanes, read, refuse_in_flight
 from ._fault import Unsupported
-from ._memory import FIRST_ARRAY, MIDDLE, REGION_BITS
 from ._parse import Imm
 from ._table import plain
 from ._types import reader
-
-_GLOBAL = (FIRST_ARRAY << REGION_BITS) + MIDDLE
 
 
 class Copies:
@@ -93,7 +90,7 @@ def _start(ins):
         words = np.zeros((len(lanes), total), np.uint8)
         sizes = np.full(len(lanes), total)
         if used is not None:
-            given = np.broadcast_to(used(m), (m.lanes,))[lanes]
+            given = m.spread(used(m))[lanes]
             sizes = np.where(given, 0, total) if ignore else given.astype(np.int64)
         whole = np.flatnonzero(sizes == total)
         address = source(m, lanes)
@@ -138,6 +135,3 @@ def _wait(m, keep: int):
 def _wait_all(m):
     _commit(m)
     _wait(m, 0)
-
-
-__all__ = ["Copies"]

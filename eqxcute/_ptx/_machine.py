@@ -150,7 +150,7 @@ class Machine:
         self.waits_at = np.full(self.lanes, -1, np.int32)  # that barrier's instruction
         self.barriers = {}
         self.mask = None  # None: every lane that has not left
-        self._active = None
+        self._active = self._running = None  # made when asked for
         self.R = [self._zeros(r.type) for r in self.program.kernel.registers]
         self.carry = np.zeros(self.lanes, np.uint64)  # of add.cc
         self.call_params = {}
@@ -186,8 +186,21 @@ class Machine:
             self._active = np.flatnonzero(self.mask)
         return self._active
 
+    @property
+    def running_warps(self):
+        """Numbers of the warps that have an active lane; None if all have."""
+        if self._running is None:
+            present = np.zeros(self.lanes // 32, bool)
+            present[self.warp_of[self.active]] = True
+            self._running = False if present.all() else np.flatnonzero(present)
+        return None if self._running is False else self._running
+
     def set_mask(self, mask) -> None:
-        self.mask, self._active = mask, None
+        self.mask, self._active, self._running = mask, None, None
+
+    def spread(self, values) -> np.ndarray:
+        """One entry a lane, also of a literal."""
+        return values if len(values) == self.lanes else np.broadcast_to(values, (self.lanes,))
 
     def within(self, mask):
         """`mask` as `set_mask` wants it: None if all run, False if none."""

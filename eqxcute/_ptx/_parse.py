@@ -125,8 +125,8 @@ class Module:
     variables: dict  # module scope
 
 
-_TYPE_SIZE = {"pred": 1, "f16x2": 4, "bf16x2": 4}
-_LINE_DIRECTIVES = (".loc", ".file", ".version", ".target", ".address_size", ".headerfile")
+_TYPE_SIZE = {"pred": 1, "f16x2": 4, "bf16x2": 4, "s16x2": 4, "u16x2": 4, "f32x2": 8}
+_LINE_DIRECTIVE = re.compile(r"\.(loc|file|version|target|address_size)\s")
 _STATEMENT = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w]+)\s*:(?!:)|(?P<rest>\S))")
 _NUMBER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 _NAME = re.compile(r"[%$\w][\w$.%]*$")
@@ -211,7 +211,7 @@ class _Parser:
         if match.lastgroup != "rest":
             self.pos = match.end()
             return match.lastgroup, match.group(match.lastgroup), line
-        if self.text.startswith(_LINE_DIRECTIVES, start):
+        if _LINE_DIRECTIVE.match(self.text, start):
             end = self.text.find("\n", start)
             self.pos = end = len(self.text) if end < 0 else end
             return "text", self.text[start:end].strip(), line
@@ -345,7 +345,7 @@ class _Body:
         return not self.scopes
 
     def text(self, body: str, line: int) -> None:
-        if body.startswith(".loc"):
+        if re.match(r"\.loc\s", body):
             self.location(body)
         elif body.startswith(".reg"):
             self.declare(body)

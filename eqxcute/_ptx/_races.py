@@ -46,12 +46,12 @@ class Clocks:
             self._stamp = (self.thread << np.int64(32)) | self.clock[self.warp]
         return self._stamp
 
-    def tick(self, lanes) -> None:
-        """The warps of these lanes (None: all) have joined their lanes."""
-        if lanes is None:
+    def tick(self, warps) -> None:
+        """These warps (None: all) have joined their lanes."""
+        if warps is None:
             self.clock += 1
         else:
-            self.clock[np.unique(self.warp[lanes])] += 1
+            self.clock[warps] += 1
         self._stamp = None
 
     def join_all(self, ctas=None) -> None:
@@ -81,7 +81,7 @@ class Clocks:
 
     def fence(self, lanes) -> None:
         """What these lanes' warps know of has been made visible to other CTAs."""
-        warps = np.unique(self.warp if lanes is None else self.warp[lanes])
+        warps = np.unique(self.warp[lanes])
         self.known[warps, warps % self.warps] = self.clock[warps]
         base = self.first_warp + warps // self.warps * self.warps
         for v in range(self.warps):

@@ -139,7 +139,7 @@ def _fence(ins, kernel):
         return lambda m: None
     if "cta" in ins.mods:
         return lambda m: None
-    return lambda m: m.clocks.fence(None if m.mask is None else m.active)
+    return lambda m: m.clocks.fence(m.active)
 
 
 @plain("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "pmevent", "discard")

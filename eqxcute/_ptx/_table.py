@@ -34,13 +34,13 @@ def guarded(run, guard):
 
     def some(m):
         holds = ~m.R[i] if negated else m.R[i]
-        before = m.mask, m._active
+        before = m.mask
         mask = m.within(holds)
         if mask is False:
             return
         m.set_mask(mask)
         run(m)
-        m.mask, m._active = before
+        m.set_mask(before)
 
     return some
 

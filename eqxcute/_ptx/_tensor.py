@@ -12,7 +12,7 @@ from ._fault import Unsupported
 from ._memory import REGION_BITS
 from ._parse import Vec
 from ._table import control
-from ._types import dtype, reader, width, writer
+from ._types import dtype, reader, writer
 
 _LOW = np.int64((1 << REGION_BITS) - 1)
 
@@ -21,17 +21,24 @@ def _items(arg):
     return arg.items if isinstance(arg, Vec) else (arg,)
 
 
-def _warps(m):
-    """Numbers of the warps that take part, and of their lanes, (warps, 32)."""
-    numbers = np.unique(m.warp_of[m.active])
-    return numbers, m.all_lanes.reshape(-1, 32)[numbers]
+def _rows(m, values):
+    """The registers of the warps that take part, (warps, 32)."""
+    rows = m.spread(values).reshape(-1, 32)
+    return rows if m.running_warps is None else rows[m.running_warps]
 
 
-def _put(m, put, lanes, values):
-    """Writes (warps, 32) values to the lanes; the mask has just these."""
-    full = np.zeros(m.lanes, values.dtype)
-    full[lanes.reshape(-1)] = values.reshape(-1)
-    put(m, full)
+def _lanes(m):
+    """The numbers of their lanes."""
+    return _rows(m, m.all_lanes)
+
+
+def _put(m, put, values):
+    """Writes (warps, 32) values to the warps that take part."""
+    if m.running_warps is not None:
+        full = np.zeros((m.lanes // 32, 32), values.dtype)
+        full[m.running_warps] = values
+        values = full
+    put(m, values.reshape(-1))
 
 
 def _matrix_form(ins):
@@ -50,8 +57,8 @@ def _ldmatrix(ins, kernel):
     address = address_reader(ins.args[1])
 
     def run(m):
-        m.clocks.tick(None if m.mask is None else m.active)
-        _, lanes = _warps(m)
+        m.clocks.tick(m.running_warps)
+        lanes = _lanes(m)
         rows = lanes[:, : 8 * count].reshape(-1)
 
         def body(m, rows):
@@ -63,7 +70,7 @@ def _ldmatrix(ins, kernel):
             halves = halves.swapaxes(2, 3)
         pairs = np.ascontiguousarray(halves).view(np.uint32).reshape(len(lanes), count, 32)
         for j, put in enumerate(puts):
-            _put(m, put, lanes, pairs[:, j])
+            _put(m, put, pairs[:, j])
 
     return joining(ins, run)
 
@@ -75,9 +82,9 @@ def _stmatrix(ins, kernel):
     address = address_reader(ins.args[0])
 
     def run(m):
-        m.clocks.tick(None if m.mask is None else m.active)
-        _, lanes = _warps(m)
-        parts = [np.broadcast_to(get(m), (m.lanes,))[lanes] for get in gets]
+        m.clocks.tick(m.running_warps)
+        lanes = _lanes(m)
+        parts = [_rows(m, get(m)) for get in gets]
         pairs = np.ascontiguousarray(np.stack(parts, axis=1))
         halves = pairs.view(np.uint16).reshape(len(lanes), count, 8, 8)
         if trans:
@@ -160,12 +167,10 @@ def _mma(ins, kernel):
     puts = [writer(r, "b32") for r in d_args]
 
     def run(m):
-        m.clocks.tick(None if m.mask is None else m.active)
-        _, lanes = _warps(m)
+        m.clocks.tick(m.running_warps)
 
         def registers(part):
-            columns = [np.broadcast_to(get(m), (m.lanes,))[lanes] for get in part]
-            return np.stack(columns, axis=2)
+            return np.stack([_rows(m, get(m)) for get in part], axis=2)
 
         a = _scatter(_elements(registers(gets[0]), a_name), a_place, (16, k))
         b = _scatter(_elements(registers(gets[1]), b_name), b_place, (k, 8))
@@ -174,7 +179,7 @@ def _mma(ins, kernel):
         total = product[:, c_place[0], c_place[1]] + c
         out = np.ascontiguousarray(total.astype(dtype(d_name))).view(np.uint32)
         for j, put in enumerate(puts):
-            _put(m, put, lanes, out[:, :, j])
+            _put(m, put, out[:, :, j])
 
     return joining(ins, run)
 
@@ -183,6 +188,3 @@ def _scatter(elements, place, shape):
     out = np.zeros((len(elements), *shape), elements.dtype)
     out[:, place[0], place[1]] = elements
     return out
-
-
-__all__ = ["width"]

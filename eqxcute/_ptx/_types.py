@@ -20,6 +20,7 @@ _FLOATS = {
     "f64": np.dtype("f8"),
     "tf32": np.dtype("f4"),
     "f16x2": np.dtype("f2"),
+    "f32x2": np.dtype("f4"),
     "bf16x2": BF16,
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
@@ -56,12 +57,15 @@ def dtype(name: str) -> np.dtype:
         return _FLOATS[name]
     if name == "pred":
         return np.dtype(bool)
+    name = name.removesuffix("x2")
     kind = "i" if is_signed(name) else "u"
     return np.dtype(f"{kind}{type_size(name)}")
 
 
 def known(name: str) -> bool:
     if name in _FLOATS or name == "pred":
+        return True
+    if name in ("s16x2", "u16x2"):
         return True
     return name[:1] in ("b", "s", "u") and name[1:] in ("8", "16", "32", "64")
 

@@ -12,7 +12,7 @@ from ._types import dtype, reader, writer
 
 def _members(arg):
     get = reader(arg, "b32")
-    return lambda m: np.broadcast_to(get(m), (m.lanes,))
+    return lambda m: m.spread(get(m))
 
 
 def _together(m, value, members):
@@ -20,14 +20,14 @@ def _together(m, value, members):
 
     **Returns:** values of shape (warps, 32), and (warps, 32, 32): does lane j count for i?
     """
-    values = np.broadcast_to(value, (m.lanes,)).reshape(-1, 32)
+    values = m.spread(value).reshape(-1, 32)
     here = (m.alive if m.mask is None else m.mask).reshape(-1, 32)
     bits = (members.reshape(-1, 32, 1) >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     return values, here[:, None, :] & (bits == 1)
 
 
 def _tick(m):
-    m.clocks.tick(None if m.mask is None else m.active)
+    m.clocks.tick(m.running_warps)
 
 
 @control("shfl")
@@ -51,7 +51,7 @@ def _shfl(ins, kernel):
         source, inside = _source(mode, lane, b, segment, top)
         source = np.where(inside, source, lane)
         index = (m.all_lanes & ~31) | source
-        values = np.broadcast_to(value(m), (m.lanes,))
+        values = m.spread(value(m))
         here = m.alive if m.mask is None else m.mask
         absent = here & ~here[index]
         if absent.any():
@@ -62,7 +62,7 @@ def _shfl(ins, kernel):
             )
         put(m, values[index])
         if put_found is not None:
-            put_found(m, np.broadcast_to(inside, (m.lanes,)))
+            put_found(m, m.spread(inside))
         _tick(m)
 
     return joining(ins, run, members)
