@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from . import _kernel
+from . import _kernel, _sharding
 from ._errors import SpecError, sizes
 from ._kernel import brings
 from ._primitive import Call, kernel_p, map_sizes, mapped, pack, reference, unpack, view_of
@@ -136,7 +136,7 @@ def _own_jvp(found, primals, tangents, call: Call):
         tuple((out.shape, np.dtype(out.dtype)) for out in found.outputs if _is_float(out)),
         tuple(tuple([True] * len(residuals)) for _ in call.maps),
     )
-    moved = iter(tangent_p.bind(*residuals, *linear, params=params))
+    moved = iter(_bind_tangent(params, residuals, linear))
     return outputs, [next(moved) if _is_float(out) else _zero(out) for out in outputs]
 
 
@@ -214,7 +214,17 @@ def _abstract_eval(*avals, params: Linear):
     added = ()
     if params.maps:
         added = avals[params.count].shape[: len(params.maps)]
-    return [jax.core.ShapedArray((*added, *shape), dtype) for shape, dtype in params.shapes]
+    like = avals[-1] if avals else None
+    lead = tuple(like.sharding.spec)[: len(params.maps)] if like is not None else ()
+    lead += (None,) * (len(added) - len(lead))
+    return [
+        _sharding.output_aval(like, (*added, *shape), dtype, (*lead, *[None] * len(shape)))
+        for shape, dtype in params.shapes
+    ]
+
+
+def _bind_tangent(params: Linear, residuals: Sequence, linear: Sequence) -> list:
+    return tangent_p.bind(*_sharding.alike([*residuals, *linear]), params=params)
 
 
 def _lower(ctx, *operands, params: Linear):
@@ -240,7 +250,7 @@ def _tangent_jvp(primals, tangents, *, params: Linear):
         i >= params.count for i in moving
     ):  # linear in these: stay one call, to be transposed as one
         moved = [ad.instantiate_zeros(t) for t in tangents[params.count :]]
-        return outputs, tangent_p.bind(*primals[: params.count], *moved, params=params)
+        return outputs, _bind_tangent(params, primals[: params.count], moved)
     return outputs, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[
         1
     ]
@@ -322,7 +332,7 @@ def _batch(operands, dims, *, params: Linear):
         for x, d in zip(moved[params.count :], dims[params.count :], strict=True)
     ]
     params = dataclasses.replace(params, maps=(*params.maps, flags))
-    outputs = tangent_p.bind(*moved[: params.count], *linear, params=params)
+    outputs = _bind_tangent(params, moved[: params.count], linear)
     return outputs, [0] * len(outputs)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import batching, mlir
 
-from . import _dtypes, _kernel, _signature
+from . import _dtypes, _kernel, _sharding, _signature
 from ._errors import BackendError, DtypeError, SlowPathWarning, SpecError, sizes
 from ._kernel import Kernel, brings, name_of
 
@@ -152,7 +152,20 @@ def call(kernel: Kernel, arguments: tuple):
         for i, argument in enumerate(arguments)
     )
     operands, bound = flatten(kernel, arguments)
-    return pack(kernel_p.bind(*operands, call=bound))
+    return pack(bind(bound, operands))
+
+
+def bind(call: Call, operands: Sequence) -> list:
+    """The outputs: one call of the primitive, on every device if the operands are sharded."""
+    operands = _sharding.alike(operands)
+
+    def one(*shards):
+        return kernel_p.bind(*shards, call=call)
+
+    specs = None if call.maps else _sharding.explicit_specs(operands)
+    if specs is None:
+        return one(*operands)
+    return _sharding.over_explicit_mesh(one, view_of(call, operands), operands, specs)
 
 
 def pack(outputs: Sequence):
@@ -245,7 +258,10 @@ def _effects():
 def _abstract_eval(*avals, call: Call):
     found = view_of(call, avals)
     added = map_sizes(call, avals)
-    outputs = [jax.core.ShapedArray((*added, *out.shape), out.dtype) for out in found.outputs]
+    like = avals[0] if avals else None
+    outputs = [
+        _sharding.output_aval(like, (*added, *out.shape), out.dtype) for out in found.outputs
+    ]
     return outputs, _effects() if type(found.kernel).side_effect else set()
 
 
@@ -260,6 +276,8 @@ def _lowered_reference(call: Call, *operands):
 
 def _lower_cuda(ctx, *operands, call: Call):
     function = functools.partial(launch, call)
+    if _sharding.is_partitioned(ctx) and not call.maps:
+        function = functools.partial(launch_partitioned, call)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
@@ -268,6 +286,12 @@ mlir.register_lowering(kernel_p, _lower_cuda, platform="cuda")
 
 
 # CUDA.
+
+
+def launch_partitioned(call: Call, *operands) -> list:
+    """`launch`, split over devices by XLA's partitioner."""
+    found = view_of(call, [jax.typeof(operand) for operand in operands])
+    return _sharding.over_automatic_mesh(functools.partial(launch, call), found, operands)
 
 
 def launch(call: Call, *operands) -> list:
@@ -508,7 +532,7 @@ def _batch(operands, dims, *, call: Call):
     flags = tuple(d is not None for d in dims)
     outputs = _batch_inside(call, operands, flags, size)
     if outputs is None:
-        outputs = kernel_p.bind(*operands, call=dataclasses.replace(call, maps=(*call.maps, flags)))
+        outputs = bind(dataclasses.replace(call, maps=(*call.maps, flags)), operands)
     return outputs, [0] * len(outputs)
 
 
@@ -537,7 +561,7 @@ def _batch_inside(call: Call, operands, flags: tuple[bool, ...], size: int):
         jnp.broadcast_to(x, (size, *x.shape)) if grow and not flag else x
         for x, grow, flag in zip(operands, grows, flags, strict=True)
     ]
-    return kernel_p.bind(*grown, call=call)
+    return bind(call, grown)
 
 
 batching.primitive_batchers[kernel_p] = _batch

@@ -1,0 +1,221 @@
+"""Kernels over several devices: each device runs the kernel on its shard.
+
+A dim may be sharded if the kernel treats its entries independently: the dims of `...`, and names in `Kernel.parallel`. All
+others are whole on every device. Inside `jax.shard_map` there is nothing to do but to keep track of the axes over which
+values vary. Under an explicit mesh, the call becomes a `shard_map` by its arguments' types, and what cannot be
+sharded is an error. Under an automatic mesh, XLA's partitioner asks by `custom_partitioning`, which has the signature as its
+Shardy rule, and what cannot be sharded is gathered.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import _kernel, _signature
+from ._errors import SpecError
+
+
+# Values that vary over manual axes.
+
+
+def varying(operand) -> frozenset:
+    """The manual mesh axes over which a value varies, inside `shard_map`."""
+    kind = jax.typeof(operand)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+def alike(operands: Sequence) -> list:
+    """Operands that all vary over the same manual axes, as a primitive needs them."""
+    axes = (
+        frozenset().union(*(varying(operand) for operand in operands)) if operands else frozenset()
+    )
+    return [
+        jax.lax.pcast(operand, tuple(axes - varying(operand)), to="varying")
+        if axes - varying(operand)
+        else operand
+        for operand in operands
+    ]
+
+
+def output_aval(like, shape, dtype, spec=None):
+    """The type of an output: on the mesh of `like`, varying as that does."""
+    if like is None:
+        return jax.core.ShapedArray(shape, dtype)
+    entries = spec if spec is not None else [None] * len(shape)
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*entries))
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+# Sharded dims, by the signature.
+
+
+def _entries(spec, rank: int) -> tuple:
+    return (*spec, *[None] * (rank - len(spec)))
+
+
+def _dims(spec: _signature.Spec, rank: int) -> list:
+    """What each dim of an array is called: a name, a number for one of `...`, None for neither."""
+    if spec.free:
+        return [None] * rank
+    lead = rank - len(spec.dims)
+    return list(range(lead)) + [dim.name for dim in spec.dims]
+
+
+def _may_shard(found) -> set:
+    """The dims that may be sharded: every output must have them, or a shard would hold a part of a sum."""
+    cls, outputs = type(found.kernel), _kernel.signature_of(found.kernel).outputs
+    dims = [
+        set(_dims(spec, len(out.shape))) for spec, out in zip(outputs, found.outputs, strict=True)
+    ]
+    candidates = {*range(len(found.binding.lead)), *cls.parallel}
+    return candidates.intersection(*dims)
+
+
+def specs_of(
+    found, specs: Sequence, *, strict: bool
+) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """How operands and outputs are sharded, given how the operands are now.
+
+    **Raises:**
+
+    `SpecError` if `strict` and an operand is sharded along a dim that must be whole.
+    """
+    may = _may_shard(found)
+    chosen: dict = {}
+    for leaf, spec in zip(found.operands, specs, strict=True):
+        for i, (dim, entry) in enumerate(
+            zip(_dims(leaf.spec, len(leaf.shape)), _entries(spec, len(leaf.shape)), strict=True)
+        ):
+            if entry is None:
+                continue
+            if dim not in may:
+                if strict:
+                    raise _not_shardable(found, leaf, i, entry)
+                continue
+            if chosen.setdefault(dim, entry) != entry and strict:
+                raise SpecError(
+                    f"`{found.name}`: dim {i} of `{leaf.name}` is sharded over {entry!r}, but the same dim of another argument "
+                    f"over {chosen[dim]!r}. Reshard one of them: `jax.sharding.reshard(x, ...)`."
+                )
+
+    def spec_of(spec, rank):
+        return PartitionSpec(
+            *[chosen.get(dim) if dim is not None else None for dim in _dims(spec, rank)]
+        )
+
+    outputs = _kernel.signature_of(found.kernel).outputs
+    return (
+        [spec_of(leaf.spec, len(leaf.shape)) for leaf in found.operands],
+        [spec_of(spec, len(out.shape)) for spec, out in zip(outputs, found.outputs, strict=True)],
+    )
+
+
+def _not_shardable(found, leaf, i: int, axis) -> SpecError:
+    return SpecError(
+        f"`{found.name}`: dim {i} of `{leaf.name}` is sharded over the mesh axis {axis!r}, but the kernel needs that dim whole: "
+        f"it may be sharded along `...` and along the names in its `parallel` ({', '.join(type(found.kernel).parallel) or 'none'}), "
+        "where every output has them. Reshard the argument (`jax.sharding.reshard`), or call the kernel inside `jax.shard_map` "
+        "and combine the shards there."
+    )
+
+
+# Explicit meshes.
+
+
+def explicit_specs(operands: Sequence) -> list | None:
+    """The operands' partition specs if any is sharded over an explicit mesh axis, else None."""
+    specs = [jax.typeof(operand).sharding.spec for operand in operands]
+    return specs if any(entry is not None for spec in specs for entry in spec) else None
+
+
+def over_explicit_mesh(function, found, operands: Sequence, specs: Sequence):
+    """`function(*operands)` as a `shard_map` by the operands' types."""
+    inputs, outputs = specs_of(found, specs, strict=True)
+    mesh = next(
+        jax.typeof(x).sharding.mesh
+        for x, spec in zip(operands, specs, strict=True)
+        if any(entry is not None for entry in spec)
+    )
+    operands = [
+        x
+        if tuple(_entries(spec, x.ndim)) == tuple(want)
+        else jax.sharding.reshard(x, NamedSharding(mesh, want))
+        for x, spec, want in zip(operands, specs, inputs, strict=True)
+    ]
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=tuple(inputs),
+        out_specs=outputs,
+        axis_names=set(mesh.explicit_axes),
+    )
+    return mapped(*operands)
+
+
+# Automatic meshes.
+
+
+def is_partitioned(ctx) -> bool:
+    """True if XLA partitions the module that is being lowered. JAX keeps this on a private context, with no public reader."""
+    context = ctx.module_context.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is not None:
+        return any(size > 1 for axis, size in context.mesh.shape.items() if axis not in manual)
+    return (getattr(context, "num_devices", 1) or 1) > 1
+
+
+def shardy_rule(found) -> tuple[str, tuple[str, ...]]:
+    """The signature with a letter a dim, as Shardy reads it, and the dims that must be whole."""
+    may = _may_shard(found)
+    names: dict = {}
+    whole = []
+
+    def factor(dim):
+        if dim is None:
+            dim = ("free", len(names))
+        if dim not in names:
+            names[dim] = f"d{len(names)}"
+            if dim not in may:
+                whole.append(names[dim])
+        return names[dim]
+
+    def term(spec, rank):
+        return " ".join(factor(dim) for dim in _dims(spec, rank))
+
+    outputs = _kernel.signature_of(found.kernel).outputs
+    inputs = ", ".join(term(leaf.spec, len(leaf.shape)) for leaf in found.operands)
+    results = ", ".join(
+        term(spec, len(out.shape)) for spec, out in zip(outputs, found.outputs, strict=True)
+    )
+    return f"{inputs} -> {results}", tuple(whole)
+
+
+def over_automatic_mesh(function, found, operands: Sequence) -> list:
+    """`function(*operands)` for XLA's partitioner to split."""
+
+    def shardings(mesh, arguments):
+        specs = [getattr(getattr(a, "sharding", None), "spec", PartitionSpec()) for a in arguments]
+        return [
+            [NamedSharding(mesh, spec) for spec in specs]
+            for specs in specs_of(found, specs, strict=False)
+        ]
+
+    def partition(mesh, arguments, _):
+        inputs, outputs = shardings(mesh, arguments)
+        return mesh, lambda *shards: tuple(function(*shards)), tuple(outputs), tuple(inputs)
+
+    def infer(mesh, arguments, _):
+        return tuple(shardings(mesh, arguments)[1])
+
+    rule, whole = shardy_rule(found)
+    split = custom_partitioning(lambda *some: tuple(function(*some)))
+    split.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=rule,
+        need_replication_factors=whole,
+    )
+    return list(split(*operands))
