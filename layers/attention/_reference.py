@@ -129,14 +129,18 @@ def _forward(plan: Plan, operands: Operands) -> Outputs:
 def _tile_softmax(plan, operands, q, k, v, q0, k0) -> _Softmax:
     block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
     allowed = _allowed(plan, operands.mask, block, q0, k0)
-    s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
-    if plan.score is not None:
-        s = score_block(plan.score, operands.score, s, block)
-    if allowed is not None:
-        s = jnp.where(allowed, s, -jnp.inf)
-    top = jnp.max(s, axis=-1)
-    e = jnp.exp(s - _finite(top)[..., None])
-    return _Softmax(top, jnp.sum(e, axis=-1), _weigh(e.astype(v.dtype), v, plan.wide))
+
+    def compute(q, k, v):
+        s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+        if plan.score is not None:
+            s = score_block(plan.score, operands.score, s, block)
+        if allowed is not None:
+            s = jnp.where(allowed, s, -jnp.inf)
+        top = jnp.max(s, axis=-1)
+        e = jnp.exp(s - _finite(top)[..., None])
+        return _Softmax(top, jnp.sum(e, axis=-1), _weigh(e.astype(v.dtype), v, plan.wide))
+
+    return _unless_empty(plan, allowed, _nothing, compute, q, k, v)
 
 
 def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
@@ -228,13 +232,17 @@ def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
 def _tile_sums(plan, operands, q, k, v, lse, q0, k0) -> _Sums:
     block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
     allowed = _allowed(plan, operands.mask, block, q0, k0)
-    s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
-    if plan.score is not None:
-        s = score_block_guarded(plan.score, operands.score, s, block, allowed)
-    if allowed is not None:
-        s = jnp.where(allowed, s, -jnp.inf)
-    p = jnp.exp(s - _finite(lse)[..., None])
-    return _Sums(jnp.sum(p, axis=-1), _weigh(p, v, plan.wide))
+
+    def compute(q, k, v, lse, captured):
+        s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+        if plan.score is not None:
+            s = score_block_guarded(plan.score, captured, s, block, allowed)
+        if allowed is not None:
+            s = jnp.where(allowed, s, -jnp.inf)
+        p = jnp.exp(s - _finite(lse)[..., None])
+        return _Sums(jnp.sum(p, axis=-1), _weigh(p, v, plan.wide))
+
+    return _unless_empty(plan, allowed, _zeros, compute, q, k, v, lse, operands.score)
 
 
 def _add(a: _Sums, b: _Sums) -> _Sums:
@@ -275,6 +283,14 @@ def _allowed(plan: Plan, captured: Sequence[Any], block: Block, q0, k0) -> jax.A
         real = real.reshape(1, 1, 1, 1, tile_k)
         allowed = real if allowed is None else allowed & real
     return allowed
+
+
+def _unless_empty(plan: Plan, allowed: Any, empty: Callable, compute: Callable, *args: Any) -> Any:
+    """`compute(*args)`, which a tile that the mask empties goes without."""
+    if plan.mask is None or plan.tiles == (plan.q_len, plan.kv_len):
+        return compute(*args)
+    shapes = jax.eval_shape(compute, *args)
+    return lax.cond(jnp.any(allowed), compute, lambda *_: empty(shapes), *args)
 
 
 def _dot(q, k, dtype):
