@@ -1,6 +1,6 @@
 """A byte-level transformer learns Python from the standard library of the Python that runs it.
 
-    uv run --extra examples examples/train_lm.py               # any CPU: under 3 minutes on two cores
+    uv run --extra examples examples/train_lm.py               # a CPU: under 3 minutes on two cores
     uv run --extra examples examples/train_lm.py --preset gpu  # an NVIDIA GPU; sized for an H200
     uv run --extra examples examples/train_lm.py --resume      # go on from the last checkpoint
 
@@ -8,7 +8,7 @@ It prints what runs where, a bar with loss and tokens/s, the loss on files it ne
 beside a bigram model's on the same bytes, and at the end a sample. Checkpoint and loss curve go to
 runs/train_lm/. Ctrl-C saves a checkpoint first; `--resume` then continues exactly.
 
-Reads downwards: settings, text, mask, model, loss, bigram, sample, checkpoint, training, command line.
+Reads downwards: settings, text, mask, model, steps, bigram, sample, checkpoint, the run.
 Shapes in comments: T tokens in a window, C width, H heads, D = C / H, B windows a step.
 """
 
@@ -46,30 +46,31 @@ from matplotlib.figure import Figure
 class Settings:
     """The CPU preset; `GPU` below says what differs. A checkpoint fits these settings only."""
 
-    # Model. About a million tokens is what two cores get through in two minutes.
-    context: int = 256  # bytes in a window: some 8 lines of code
-    attention_window: int = 128  # how far back a byte sees; two layers see the whole context
-    width: int = 128
-    depth: int = 4
-    heads: int = 4  # of 32: rotary positions need some pairs of coordinates each
+    # Model: small, since two cores do some 10^13 operations in two minutes, and reading more text
+    # then helps more than having more parameters.
+    context: int = 128  # bytes in a window: some 4 lines of code
+    attention_window: int = 64  # how far back a byte sees in one layer; depth carries it further
+    width: int = 96
+    depth: int = 3
+    heads: int = 2  # few: on a CPU attention costs by heads * context
     compute: str = "float32"  # dtype of activations; parameters are float32 always
 
     # Training.
-    steps: int = 600
-    batch: int = 8  # windows a step; small, since steps count for more than tokens here
-    learning_rate: float = 4e-3  # the peak; high, as for all small and short runs
-    warmup: int = 40  # steps up to the peak; then half a cosine down to a tenth of it
+    steps: int = 1200
+    batch: int = 16  # windows a step
+    learning_rate: float = 4e-3  # the peak; high, as small models and short runs like it
+    warmup: int = 60  # steps up to the peak; then half a cosine down to a tenth of it
     weight_decay: float = 0.1  # of matrices only
     clip: float = 1.0  # of the gradient's norm: the first steps would jump
     seed: int = 0
 
     # Reporting.
     log_every: int = 10  # steps between two points of the curve; reading a loss waits for it
-    evaluate_every: int = 100
-    evaluation_windows: int = 128  # 32,768 bytes: the loss moves by about 0.02 with the draw
+    evaluate_every: int = 200
+    evaluation_windows: int = 256  # 32,768 bytes: another draw moves the loss by about 0.02
     checkpoint_every: int = 200
     sample_length: int = 400
-    temperature: float = 0.8  # below 1: a short run's model is unsure of too many bytes
+    temperature: float = 0.7  # below 1: a short run's model gives too much to unlikely bytes
 
 
 CPU = Settings()
@@ -95,12 +96,17 @@ PRESETS = {"cpu": CPU, "gpu": GPU}
 VOCABULARY = 256  # bytes
 FILE_START = 0  # a NUL stands before each file; a file that has one itself is left out
 # Bulk that would drown the rest: tests, tables, other people's packages, bundled applications.
+# Folders with a dash go too: they are a build's settings, other on each machine.
 SKIPPED_FOLDERS = frozenset(
     "test tests idle_test site-packages dist-packages idlelib lib2to3 turtledemo encodings "
     "pydoc_data ensurepip distutils __pycache__".split()
 )
 HELD_OUT_SHARE = 12  # one file in twelve is held out
 PROMPT = b"\ndef "
+
+
+class RunError(RuntimeError):
+    """A run that cannot begin or continue. The message says why, and what to do."""
 
 
 # -------------------------------------------------------------------------------------------- text
@@ -114,9 +120,7 @@ class Corpus(eqx.Module):
 
     def windows(
         self, begin: Int[Array, " batch"], length: int
-    ) -> tuple[
-        Int32[Array, "batch length"], Int32[Array, "batch length"], Int32[Array, "batch length"]
-    ]:
+    ) -> tuple[Int32[Array, "batch length"], ...]:
         """Tokens, targets (the next tokens) and the document of each token, from each `begin`."""
         at = begin[:, None] + jnp.arange(length + 1)  # (B, T + 1)
         taken = self.stream[at].astype(jnp.int32)
@@ -151,9 +155,28 @@ def pack(files: list[tuple[str, bytes]]) -> Corpus:
     return Corpus(jnp.asarray(np.frombuffer(stream, np.uint8)), jnp.asarray(starts, jnp.int32))
 
 
-def even_windows(corpus: Corpus, count: int, length: int) -> Int32[Array, " count"]:
-    """Where `count` windows begin that lie evenly over the corpus: the same at every evaluation."""
-    return jnp.asarray(np.linspace(0, corpus.stream.size - length - 1, count).astype(np.int32))
+def even_windows(corpus: Corpus, settings: Settings) -> Int32[Array, " windows"]:
+    """Where the windows of an evaluation begin: evenly over the corpus, the same every time."""
+    last = corpus.stream.size - settings.context - 1
+    return jnp.asarray(np.linspace(0, last, settings.evaluation_windows).astype(np.int32))
+
+
+def read_text(settings: Settings, root: pathlib.Path | None = None) -> tuple[Corpus, Corpus]:
+    """What to train on, and what is held out.
+
+    **Raises:** `RunError` if a side is shorter than a window.
+    """
+    files = read_files(root)
+    sides = [[file for file in files if is_held_out(file[0]) is side] for side in (False, True)]
+    for name, side in zip(("to train on", "to hold out"), sides, strict=True):
+        size = sum(1 + len(content) for _, content in side)
+        if size <= settings.context:
+            raise RunError(
+                f"{root or sysconfig.get_path('stdlib')} has {size} bytes of Python source {name}, "
+                f"and a window takes {settings.context + 1}. Use a Python whose standard library "
+                "comes as source files, such as uv's."
+            )
+    return pack(sides[0]), pack(sides[1])
 
 
 # -------------------------------------------------------------------------------------------- mask
@@ -258,12 +281,12 @@ class Transformer(eqx.Module):
     compute: str = eqx.field(static=True)
 
     def __init__(self, settings: Settings, key):
-        keys = jax.random.split(key, settings.depth + 1)
+        keys = jax.random.split(key, settings.depth + 2)
         width = settings.width
         self.embedding = jax.random.normal(keys[0], (VOCABULARY, width))
-        self.blocks = [Block(width, settings.heads, key) for key in keys[1:]]
+        self.blocks = [Block(width, settings.heads, key) for key in keys[2:]]
         self.norm = Norm(width)
-        self.head = matrix(width, VOCABULARY, keys[0], scale=0.0)  # starts at log 256 = 5.55 nats
+        self.head = matrix(width, VOCABULARY, keys[1], scale=0.0)  # starts at log 256 = 5.55 nats
         self.window = settings.attention_window
         self.compute = settings.compute
 
@@ -279,7 +302,7 @@ class Transformer(eqx.Module):
         return (model.norm(x) @ model.head).astype(jnp.float32)  # (T, 256)
 
 
-# -------------------------------------------------------------------------------------------- loss
+# ------------------------------------------------------------------------------------------- steps
 
 
 def mean_loss(
@@ -302,7 +325,7 @@ class State(eqx.Module):
 
 def make_optimiser(settings: Settings) -> optax.GradientTransformation:
     rate = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
+        init_value=settings.learning_rate / (settings.warmup + 1),  # 0 would waste a step
         peak_value=settings.learning_rate,
         warmup_steps=settings.warmup,
         decay_steps=max(settings.steps, settings.warmup + 1),
@@ -349,9 +372,11 @@ def make_evaluate(settings: Settings) -> Callable[[Transformer, Corpus], Array]:
     @eqx.filter_jit
     @eqx.debug.assert_max_traces(max_traces=1)
     def evaluate(model: Transformer, corpus: Corpus) -> Array:
-        begin = even_windows(corpus, settings.evaluation_windows, settings.context)
-        one = lambda at: mean_loss(model, corpus, at[None], settings.context)
-        return jax.lax.map(one, begin, batch_size=settings.batch).mean()
+        def loss(at):
+            return mean_loss(model, corpus, at[None], settings.context)
+
+        begin = even_windows(corpus, settings)
+        return jax.lax.map(loss, begin, batch_size=settings.batch).mean()
 
     return evaluate
 
@@ -359,56 +384,48 @@ def make_evaluate(settings: Settings) -> Callable[[Transformer, Corpus], Array]:
 # ------------------------------------------------------------------------------------------ bigram
 
 
-def bigram_loss(train: Corpus, held_out: Corpus, begin: Int[Array, " count"], length: int) -> float:
-    """Nats a byte of the model that knows only the byte before, on the pairs in these windows.
+def bigram_loss(train: Corpus, held_out: Corpus, settings: Settings) -> float:
+    """Nats a byte of the model that knows only the byte before, on the windows of an evaluation.
 
-    It counts pairs in the training files. Each pair has `smoothing` added, in proportion to how
-    often its second byte comes at all: so a pair never seen costs something finite.
+    It counts the pairs in the training files and adds one made-up pair after each byte, spread as
+    bytes are in general: so a pair that never came costs something finite.
     """
-    smoothing = 1.0
     stream = np.asarray(train.stream).astype(np.int64)
     pairs = np.bincount(stream[:-1] * VOCABULARY + stream[1:], minlength=VOCABULARY**2)
-    pairs = pairs.reshape(VOCABULARY, VOCABULARY)  # [byte, the one after]
-    singles = (pairs.sum(0) + 1) / (pairs.sum() + VOCABULARY)
-    after = (pairs + smoothing * singles) / (pairs.sum(1, keepdims=True) + smoothing)
-    tokens, targets, _ = (np.asarray(a) for a in held_out.windows(begin, length))
-    return float(-np.log(after[tokens, targets]).mean())
+    pairs = pairs.reshape(VOCABULARY, VOCABULARY)  # [byte, the next]
+    general = (pairs.sum(0) + 1) / (pairs.sum() + VOCABULARY)  # nor is any byte impossible
+    likely = (pairs + general) / (pairs.sum(1, keepdims=True) + 1)
+    begin = even_windows(held_out, settings)
+    tokens, targets, _ = map(np.asarray, held_out.windows(begin, settings.context))
+    return float(-np.log(likely[tokens, targets]).mean())
 
 
 # ------------------------------------------------------------------------------------------ sample
 
 
-def write_sample(model: Transformer, settings: Settings, prompt: bytes, seed: int) -> bytes:
-    """Continues `prompt`, one byte at a time.
+def write_sample(model: Transformer, settings: Settings, prompt: bytes) -> bytes:
+    """Continues `prompt`, byte by byte.
 
     The window always has the training length. What stands left of the prompt is another document,
     so the mask hides it, and positions are relative: a short text needs no special case.
     """
-    length, count = settings.context, settings.sample_length
-    prompt = prompt[-length:]
-    window = np.full(length, FILE_START, np.int32)
-    window[length - len(prompt) :] = np.frombuffer(prompt, np.uint8)
-    document = np.zeros(length, np.int32)
-    document[length - len(prompt) :] = 1
+    text = np.frombuffer(prompt, np.uint8).astype(np.int32)[-settings.context :]
+    pad = settings.context - text.size
+    tokens = jnp.asarray(np.pad(text, (pad, 0)))  # (T,)
+    documents = jnp.asarray(np.pad(np.ones_like(text), (pad, 0)))  # (T,)
 
     def grow(carry, key):
-        tokens, documents = carry  # (T,) both
-        logits = model(tokens, documents)[-1] / settings.temperature
+        tokens, documents = carry
+        logits = model(tokens, documents)[-1] / settings.temperature  # (256,)
         byte = jax.random.categorical(key, logits).astype(jnp.int32)
-        shifted = (jnp.append(tokens[1:], byte), jnp.append(documents[1:], jnp.int32(1)))
-        return shifted, byte
+        return (jnp.append(tokens[1:], byte), jnp.append(documents[1:], documents[-1])), byte
 
-    start = (jnp.asarray(window), jnp.asarray(document))
-    keys = jax.random.split(jax.random.key(seed), count)
-    _, written = jax.lax.scan(grow, start, keys)
-    return prompt + bytes(np.asarray(written).astype(np.uint8))
+    keys = jax.random.split(jax.random.key(settings.seed), settings.sample_length)
+    _, written = jax.lax.scan(grow, (tokens, documents), keys)
+    return prompt + np.asarray(written).astype(np.uint8).tobytes()
 
 
 # -------------------------------------------------------------------------------------- checkpoint
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be continued from. The message says why, and what to do."""
 
 
 @dataclasses.dataclass
@@ -450,12 +467,12 @@ def save(path: pathlib.Path, checkpoint: Checkpoint, run: dict):
 
 
 def load(path: pathlib.Path, like: State, run: dict) -> Checkpoint:
-    """**Raises:** `CheckpointError` for a file that is missing, damaged or of another run."""
+    """**Raises:** `RunError` for a file that is missing, damaged or of another run."""
     if not path.exists():
-        raise CheckpointError(f"No checkpoint at {path}. Start a run without --resume.")
+        raise RunError(f"No checkpoint at {path}. Start a run without --resume.")
     digest, _, content = path.read_bytes().partition(b"\n")
     if digest != hashlib.sha256(content).hexdigest().encode():
-        raise CheckpointError(
+        raise RunError(
             f"{path} is damaged: its content does not have the checksum in its first line. "
             "It cannot be continued; start a run without --resume."
         )
@@ -468,7 +485,7 @@ def load(path: pathlib.Path, like: State, run: dict) -> Checkpoint:
             for name in sorted(was.keys() | run.keys())
             if was.get(name) != run.get(name)
         )
-        raise CheckpointError(
+        raise RunError(
             f"{path} is of another run ({differences}). Use the flags (and for `text` the Python) "
             "that it was made with, or start a run without --resume."
         )
@@ -487,11 +504,11 @@ def plot(path: pathlib.Path, checkpoint: Checkpoint, bigram: float):
     figure.savefig(path, dpi=120)
 
 
-# ---------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- the run
 
 
 class Interruption:
-    """In this context Ctrl-C only sets `asked`, for the loop to see; a second Ctrl-C raises."""
+    """In this context Ctrl-C only sets `asked`, for the loop to see. A second Ctrl-C raises."""
 
     def __enter__(self):
         self.asked = False
@@ -508,29 +525,43 @@ class Interruption:
         signal.signal(signal.SIGINT, self.before)
 
 
-def describe(settings: Settings, state: State, train: Corpus, held_out: Corpus):
-    device = jax.devices()[0]
+def describe(settings: Settings, state: State, train_text: Corpus, held_out: Corpus, bigram: float):
+    length, width, heads = settings.context, settings.width, settings.heads
+
+    def runs_as(call, *shapes: tuple[int, ...]) -> str:
+        """What the layers pick by themselves: asks for the kernel, to see whether it is had."""
+        try:
+            jax.eval_shape(call, *(jax.ShapeDtypeStruct(s, settings.compute) for s in shapes))
+        except NotImplementedError:
+            return "plain JAX"
+        return "CuTe kernel"
+
+    def attention(q, k, v):
+        mask = SourceMask(jnp.zeros(length, jnp.int32), settings.attention_window)
+        return FlexAttention(mask_fn=mask, implementation="cute")(q, k, v)
+
+    def bias_relu(x):
+        return BiasReLU(4 * width, implementation="cute")(x)
+
+    device, (major, minor) = jax.devices()[0], sys.version_info[:2]
+    qkv = 3 * [(length, heads, width // heads)]
     size = sum(leaf.size for leaf in jax.tree.leaves(state.model))
-    tokens = settings.batch * settings.context
-    on_gpu = device.platform == "gpu"
-    attention = "plain JAX (the reference)"
-    bias_relu = "CuTe kernel" if on_gpu else "plain JAX (the reference)"
-    for name, said in {
-        "device": f"{device.device_kind} ({device.platform})",
-        "attention": f"FlexAttention, {attention}",
-        "bias + ReLU": f"BiasReLU, {bias_relu}",
-        "compute": f"{settings.compute}, parameters float32",
-        "text": f"{train.stream.size:,} bytes in {train.starts.size} files of Python "
-        f"{sys.version_info.major}.{sys.version_info.minor}'s standard library",
+    lines = {
+        "device": f"{device.device_kind} ({device.platform}), computing in {settings.compute}",
+        "attention": f"FlexAttention, {runs_as(attention, *qkv)}",
+        "bias, ReLU": f"BiasReLU, {runs_as(bias_relu, (length, 4 * width))}",
+        "text": f"Python {major}.{minor}'s standard library, {train_text.stream.size:,} bytes in "
+        f"{train_text.starts.size} files",
         "held out": f"{held_out.stream.size:,} bytes in {held_out.starts.size} other files",
-        "parameters": f"{size:,}",
-        "a step": f"{tokens:,} tokens ({settings.batch} windows of {settings.context})",
-    }.items():
-        print(f"{name:>12}: {said}")
+        "model": f"{size:,} parameters",
+        "step": f"{settings.batch * length:,} tokens, {settings.batch} windows of {length}",
+        "to beat": f"{bigram:.3f} nats a held-out byte, a bigram model",
+    }
+    print("\n".join(f"{name:>10}: {said}" for name, said in lines.items()), "\n", flush=True)
 
 
 class Clock:
-    """Tokens a second, without compilation, evaluation and saving: `restart` leaves them out."""
+    """Tokens a second. `restart` leaves out what came before: compiling, evaluating, saving."""
 
     def __init__(self):
         self.tokens, self.seconds = 0, 0.0
@@ -541,8 +572,7 @@ class Clock:
 
     def lap(self, tokens: int) -> float:
         seconds = time.perf_counter() - self.since
-        self.tokens += tokens
-        self.seconds += seconds
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         self.restart()
         return tokens / seconds
 
@@ -555,23 +585,25 @@ def run_steps(
     save_now: Callable[[], None],
     asked_to_stop: Callable[[], bool],
 ) -> Clock:
-    """The loop. Changes `checkpoint` as it goes."""
+    """The loop. Brings `checkpoint` forward, in place."""
     train_step, evaluate = make_train_step(settings), make_evaluate(settings)
-    first = int(checkpoint.state.step)
+    first = counted = int(checkpoint.state.step)
     bar = tqdm.tqdm(total=settings.steps, initial=first, unit="step", dynamic_ncols=True)
-    clock, counted, shown = Clock(), first, {}
+    clock, shown = Clock(), {}
     for step in range(first + 1, settings.steps + 1):
         checkpoint.state, loss = train_step(train_text, checkpoint.state)
         bar.update()
-        if step == first + 1:  # compiled in there
+        if step == first + 1:  # this one compiled
             loss.block_until_ready()
             clock.restart()
             counted = step
         if step % settings.log_every == 0:
             checkpoint.train_curve.append([step, float(loss)])  # waits for the device
-            rate = clock.lap((step - counted) * settings.batch * settings.context)
-            counted = step
-            shown |= {"loss": f"{float(loss):.3f}", "tokens/s": f"{rate:,.0f}"}
+            shown["loss"] = f"{float(loss):.3f}"
+            if step > counted:
+                rate = clock.lap((step - counted) * settings.batch * settings.context)
+                shown["tokens/s"] = f"{rate:,.0f}"
+                counted = step
         if step % settings.evaluate_every == 0 or step == settings.steps:
             held_out_loss = float(evaluate(checkpoint.state.model, held_out))
             checkpoint.held_out_curve.append([step, held_out_loss])
@@ -596,24 +628,18 @@ def train(
     A run that was interrupted and resumed has the losses of one that was not, bit for bit where
     the device computes reproducibly, as a CPU does.
     """
-    files = read_files(root)
-    train_text = pack([file for file in files if not is_held_out(file[0])])
-    held_out = pack([file for file in files if is_held_out(file[0])])
-    run = identity(settings, train_text, held_out)
-    path = out / "checkpoint.eqx"
-
+    train_text, held_out = read_text(settings, root)
     checkpoint = Checkpoint(fresh_state(settings), [], [])
+    run, path = identity(settings, train_text, held_out), out / "checkpoint.eqx"
     if resume:
         checkpoint = load(path, checkpoint.state, run)
     elif path.exists():
-        path.replace(out / "checkpoint-before.eqx")
-        print(f"Starting anew. The checkpoint that was there is now {out}/checkpoint-before.eqx\n")
-    out.mkdir(parents=True, exist_ok=True)
-    describe(settings, checkpoint.state, train_text, held_out)
-    begin = even_windows(held_out, settings.evaluation_windows, settings.context)
-    bigram = bigram_loss(train_text, held_out, begin, settings.context)
-    print(f"{'bigram':>12}: {bigram:.3f} nats a held-out byte: the loss to beat\n")
+        path.replace(path.with_name("checkpoint-before.eqx"))
+        print(f"Starting anew. The old checkpoint is now {out}/checkpoint-before.eqx\n")
+    bigram = bigram_loss(train_text, held_out, settings)
+    describe(settings, checkpoint.state, train_text, held_out, bigram)
 
+    out.mkdir(parents=True, exist_ok=True)
     with Interruption() as interruption:
         clock = run_steps(
             settings,
@@ -625,13 +651,12 @@ def train(
         )
     plot(out / "loss.png", checkpoint, bigram)
     if clock.tokens:
-        print(f"\n{clock.tokens:,} tokens at {clock.tokens / clock.seconds:,.0f} tokens/s")
+        rate = clock.tokens / clock.seconds
+        print(f"\n{rate:,.0f} tokens/s, without compiling, evaluating and saving")
     if checkpoint.held_out_curve:
         step, loss = checkpoint.held_out_curve[-1]
-        print(
-            f"Held-out loss after step {step}: {loss:.3f} nats a byte; bigram model: {bigram:.3f}"
-        )
-    print(f"Checkpoint and loss curve: {out}/checkpoint.eqx, {out}/loss.png")
+        print(f"Held-out loss at step {step}: {loss:.3f} nats a byte. Bigram model: {bigram:.3f}")
+    print(f"Saved: {path}, {out}/loss.png")
     return checkpoint
 
 
@@ -649,23 +674,21 @@ def main(arguments: list[str] | None = None):
     settings = PRESETS[flags.preset]
     if flags.steps is not None:
         if flags.steps < 1:
-            parser.error(f"--steps must be 1 or more, not {flags.steps}")
+            parser.error(f"--steps must be at least 1, not {flags.steps}")
         settings = dataclasses.replace(settings, steps=flags.steps)
 
     try:
         checkpoint = train(settings, flags.out, flags.resume)
-    except CheckpointError as error:
+    except RunError as error:
         sys.exit(f"train_lm: {error}")
     step = int(checkpoint.state.step)
     if step < settings.steps:
-        again = shlex.join([*(a for a in arguments if a != "--resume"), "--resume"])
+        again = shlex.join([flag for flag in arguments if flag != "--resume"] + ["--resume"])
         print(f"Stopped after step {step} of {settings.steps}. To continue:\n")
         print(f"    uv run --extra examples examples/train_lm.py {again}")
         sys.exit(130)  # what a shell expects after Ctrl-C
-    text = write_sample(checkpoint.state.model, settings, PROMPT, settings.seed)
-    print(f"\nA sample at temperature {settings.temperature}:\n{'-' * 60}")
-    print(text.decode(errors="replace").strip("\n"))
-    print("-" * 60)
+    text = write_sample(checkpoint.state.model, settings, PROMPT).decode(errors="replace").strip()
+    print(f"\nA sample, temperature {settings.temperature}:\n{'-' * 60}\n{text}\n{'-' * 60}")
 
 
 if __name__ == "__main__":
