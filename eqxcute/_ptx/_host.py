@@ -249,8 +249,8 @@ class _DLTensor(ctypes.Structure):
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
-        ("shape", POINTER(ctypes.c_int64)),
-        ("strides", POINTER(ctypes.c_int64)),
+        ("shape", c_void_p),
+        ("strides", c_void_p),
         ("byte_offset", c_uint64),
     ]
 
@@ -274,27 +274,50 @@ _NAMED_CODES = {
 }
 
 
+_LIBC = ctypes.CDLL(None)
+_LIBC.malloc.restype, _LIBC.malloc.argtypes = c_void_p, [ctypes.c_size_t]
+_FREE = ctypes.cast(_LIBC.free, c_void_p).value
+
+
 class _Tensor:
-    """An array that claims to lie on a CUDA device, at a made-up address."""
+    """An array that claims to lie on a CUDA device, at a made-up address.
+
+    What DLPack hands out lives in one block of C memory whose deleter is C's `free`: tvm-ffi
+    may drop it later than Python drops this object.
+    """
 
     def __init__(self, array: np.ndarray, address: int):
-        dtype = array.dtype
-        code = _NAMED_CODES.get(dtype.name, _CODES.get(dtype.kind))
-        if code is None:
-            raise TypeError(f"arrays of {dtype} cannot be passed to a kernel")
-        shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
-        steps = [s // max(array.itemsize, 1) for s in array.strides]
-        strides = (ctypes.c_int64 * max(array.ndim, 1))(*steps)
-        self.kept = shape, strides
-        tensor = _DLTensor(
-            address, _CUDA, 0, array.ndim, code, 8 * dtype.itemsize, 1, shape, strides, 0
-        )
-        self.managed = _DLManagedTensor(tensor, None, None)
+        self.address = address
+        self.shape = array.shape
+        self.strides = tuple(s // max(array.itemsize, 1) for s in array.strides)
+        self.bits = 8 * array.dtype.itemsize
+        self.code = _NAMED_CODES.get(array.dtype.name, _CODES.get(array.dtype.kind))
+        if self.code is None:
+            raise TypeError(f"arrays of {array.dtype} cannot be passed to a kernel")
 
     def __dlpack__(self, **_):
+        ndim = len(self.shape)
+        sizes = ctypes.c_int64 * (2 * ndim)
+        head = ctypes.sizeof(_DLManagedTensor)
+        block = _LIBC.malloc(head + ctypes.sizeof(sizes))
+        sizes.from_address(block + head)[:] = [*self.shape, *self.strides]
+        managed = _DLManagedTensor.from_address(block)
+        managed.context, managed.deleter = None, _FREE
+        managed.tensor = _DLTensor(
+            self.address,
+            _CUDA,
+            0,
+            ndim,
+            self.code,
+            self.bits,
+            1,
+            block + head,
+            block + head + 8 * ndim,
+            0,
+        )
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [c_void_p, c_char_p, c_void_p]
-        return new(ctypes.addressof(self.managed), b"dltensor", None)
+        return new(block, b"dltensor", None)
 
     def __dlpack_device__(self):
         return _CUDA, 0
@@ -332,7 +355,7 @@ def execute(
     import tvm_ffi
 
     device = Device(ptx, budget)
-    values, kept = [], []
+    values = []
     for i, argument in enumerate(arguments):
         name = names[i] if i < len(names) else f"argument {i}"
         if not isinstance(argument, np.ndarray):
@@ -340,9 +363,8 @@ def execute(
             continue
         if not argument.flags.c_contiguous:
             raise ValueError(f"`{name}` is not C-contiguous; pass np.ascontiguousarray of it")
-        tensor = _Tensor(argument, device.upload(argument, name, written=i in written))
-        kept.append(tensor)
-        values.append(tvm_ffi.from_dlpack(tensor))
+        address = device.upload(argument, name, written=i in written)
+        values.append(tvm_ffi.from_dlpack(_Tensor(argument, address)))
     with _LOCK:
         function, library = _load(object_bytes, symbol)
         runtime = _Runtime(device, library)

@@ -40,7 +40,7 @@ def per_thread(code: str, result, *inputs: np.ndarray, **options) -> np.ndarray:
     for i, array in enumerate(arrays):
         name = "%d" if array is out else f"%a{i}"
         size = array.dtype.itemsize
-        kind = "pred" if array.dtype == bool else _REGISTER[size]
+        kind = "pred" if array.dtype.kind == "b" else _REGISTER[size]
         lines += [
             f".reg .{kind} {name};",
             f"ld.param.u64 %at{i}, [p{i}];",
@@ -48,13 +48,13 @@ def per_thread(code: str, result, *inputs: np.ndarray, **options) -> np.ndarray:
         ]
         if array is out:
             continue
-        if array.dtype == bool:
+        if array.dtype.kind == "b":
             lines += [f"ld.global.u8 %flag, [%at{i}];", f"setp.ne.b16 {name}, %flag, 0;"]
         else:
             lines.append(f"ld.global.{_WORD[size]} {name}, [%at{i}];")
     lines.append(code)
     last = f"[%at{len(inputs)}]"
-    if result == bool:
+    if result.kind == "b":
         lines += ["selp.b16 %flag, 1, 0, %d;", f"st.global.b8 {last}, %flag;"]
     else:
         lines.append(f"st.global.{_WORD[result.itemsize]} {last}, %d;")

@@ -90,7 +90,7 @@ def test_mad_and_saturation():
     assert got.tolist() == limited
 
 
-@pytest.mark.parametrize("name", ("b16", "b32", "b64"))
+@pytest.mark.parametrize("name", ["b16", "b32", "b64"])
 def test_logic(name):
     a, b = pairs(name)
     for op, function in (("and", int.__and__), ("or", int.__or__), ("xor", int.__xor__)):
@@ -102,7 +102,7 @@ def test_logic(name):
     assert got.tolist() == [int(x == 0) for x in a]
 
 
-@pytest.mark.parametrize("name", ("s16", "u16", "s32", "u32", "s64", "u64"))
+@pytest.mark.parametrize("name", ["s16", "u16", "s32", "u32", "s64", "u64"])
 def test_shifts_stop_at_the_width(name):
     bits = int(name[1:])
     a = edges(name)
@@ -115,7 +115,7 @@ def test_shifts_stop_at_the_width(name):
     assert got.tolist() == [int(x) >> min(int(s), bits) for x, s in rows]
 
 
-@pytest.mark.parametrize("mode", ("clamp", "wrap"))
+@pytest.mark.parametrize("mode", ["clamp", "wrap"])
 def test_funnel_shift(mode):
     low, high = pairs("u32")
     n = np.resize(np.array([0, 1, 5, 31, 32, 33, 64], "u4"), len(low))
@@ -161,7 +161,7 @@ def test_bit_fields(rows, bits):
         assert inserted[i] == (y & ~mask) | (x << p & mask)
 
 
-@pytest.mark.parametrize("bits", (32, 64))
+@pytest.mark.parametrize("bits", [32, 64])
 def test_counting_bits(bits):
     a = edges(f"u{bits}")
     texts = [f"{int(x):0{bits}b}" for x in a]
@@ -202,7 +202,7 @@ def test_permute_bytes():
         assert got[0] == sum(octets[j] << 8 * i for i, j in enumerate(selected))
 
 
-@pytest.mark.parametrize("table", (0x80, 0xFE, 0x96, 0xCA, 0x01))
+@pytest.mark.parametrize("table", [0x80, 0xFE, 0x96, 0xCA, 0x01])
 def test_lop3_reads_its_truth_table(table):
     a, b, c = (np.array([x], "u4") for x in (0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA))
     got = per_thread(f"lop3.b32 %d, %a0, %a1, %a2, {table};", "u4", a, b, c)
@@ -242,7 +242,7 @@ def grid2(values):
     return np.repeat(values, len(values)), np.tile(values, len(values))
 
 
-@pytest.mark.parametrize("op", ("add.f32", "sub.rn.f32", "mul.f32", "div.rn.f32"))
+@pytest.mark.parametrize("op", ["add.f32", "sub.rn.f32", "mul.f32", "div.rn.f32"])
 def test_float32(op):
     a, b = grid2(F32)
     function = {"a": np.add, "s": np.subtract, "m": np.multiply, "d": np.divide}[op[0]]
@@ -284,9 +284,7 @@ def rounded(exact: Fraction, mode: str) -> np.float32:
     return min(options, key=badness)
 
 
-NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(
-    lambda x: x == 0 or 1e-15 < abs(x) < 1e15
-)
+NORMAL = st.builds(math.ldexp, st.integers(-(2**24), 2**24), st.integers(-60, 20))
 
 
 @settings(max_examples=30, deadline=None)
@@ -319,7 +317,7 @@ def test_fma64_against_fractions():
         assert got[i] == float(Fraction(a[i]) * Fraction(b[i]) + Fraction(c[i]))
 
 
-@pytest.mark.parametrize("name", ("f16", "bf16"))
+@pytest.mark.parametrize("name", ["f16", "bf16"])
 def test_sixteen_bits(name):
     short = np.dtype("f2") if name == "f16" else np.dtype(ml_dtypes.bfloat16)
     rng = np.random.default_rng(1)
@@ -344,7 +342,7 @@ def test_sixteen_bits(name):
             assert error <= abs(Fraction(float(other)) - exact)
 
 
-@pytest.mark.parametrize("name", ("f16x2", "bf16x2"))
+@pytest.mark.parametrize("name", ["f16x2", "bf16x2"])
 def test_two_at_once(name):
     short = np.dtype("f2") if name == "f16x2" else np.dtype(ml_dtypes.bfloat16)
     rng = np.random.default_rng(2)
@@ -372,7 +370,7 @@ NAN = np.nan
 
 
 @pytest.mark.parametrize(
-    "op, a, b, want",
+    ("op", "a", "b", "want"),
     [
         ("max.f32", 0.0, -0.0, 0.0),
         ("max.f32", -0.0, 0.0, 0.0),
@@ -457,7 +455,7 @@ def test_signs():
 
 
 @pytest.mark.parametrize(
-    "op, function",
+    ("op", "function"),
     [
         ("ex2.approx.f32", np.exp2),
         ("ex2.approx.ftz.f32", np.exp2),
@@ -481,7 +479,7 @@ def test_functions(op, function):
 # ---------------------------------------------------------------- conversions
 
 
-@pytest.mark.parametrize("to", ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"))
+@pytest.mark.parametrize("to", ["s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"])
 @pytest.mark.parametrize("source", INTEGERS)
 def test_integer_conversions(source, to):
     a = edges(source)
@@ -494,8 +492,8 @@ def test_integer_conversions(source, to):
     assert got.tolist() == [min(max(int(x), int(info.min)), int(info.max)) for x in a]
 
 
-@pytest.mark.parametrize("to", ("s8", "u8", "s32", "u32", "s64", "u64"))
-@pytest.mark.parametrize("mode", ("rni", "rzi", "rmi", "rpi"))
+@pytest.mark.parametrize("to", ["s8", "u8", "s32", "u32", "s64", "u64"])
+@pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
 def test_floats_to_integers_stop_at_the_ends(mode, to):
     x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 3.7, -3.7, 1e30, -1e30, np.inf, -np.inf, np.nan,
                   2147483648.0, -2147483648.0, 300.0], "f4")  # fmt: skip

@@ -56,7 +56,7 @@ def numbers(count, dtype="u4"):
 # ---------------------------------------------------------------- loads and stores
 
 
-@pytest.mark.parametrize("vector, word, register", [
+@pytest.mark.parametrize(("vector", "word", "register"), [
     ("", "b32", "%r10"), ("v2", "b32", "{%r10, %r11}"), ("v4", "b32", "{%r10, %r11, %r12, %r13}"),
     ("v2", "b64", "{%rd40, %rd41}"), ("v4", "b64", "{%rd40, %rd41, %rd42, %rd43}"),
     ("v8", "b32", "{%r10, %r11, %r12, %r13, %r14, %r15, %r16, %r17}"),
@@ -75,7 +75,7 @@ def test_vectors(vector, word, register):
     assert (x == y).all()
 
 
-@pytest.mark.parametrize("kind, want", [("s8", -3), ("u8", 253), ("b8", 253)])
+@pytest.mark.parametrize(("kind", "want"), [("s8", -3), ("u8", 253), ("b8", 253)])
 def test_small_loads_are_extended(kind, want):
     x, y = np.full(1, -3, "i1"), np.zeros(1, "i4")
     run(f"ld.global.{kind} %r10, [%rd0]; st.global.b32 [%rd1], %r10;", x, y, block=(1, 1, 1))
@@ -165,8 +165,8 @@ def test_several_ctas_in_three_dimensions():
 # ---------------------------------------------------------------- atomics
 
 
-@pytest.mark.parametrize("space", ("global", "shared"))
-@pytest.mark.parametrize("op, dtype, start, function", [
+@pytest.mark.parametrize("space", ["global", "shared"])
+@pytest.mark.parametrize(("op", "dtype", "start", "function"), [
     ("add.u32", "u4", 5, lambda v: 5 + sum(v)), ("add.u64", "u8", 2**40, lambda v: 2**40 + sum(v)),
     ("add.f32", "f4", 0.5, lambda v: 0.5 + sum(v)), ("add.f64", "f8", 0.5, lambda v: 0.5 + sum(v)),
     ("min.s32", "i4", 9, min), ("max.s32", "i4", -9, max), ("max.u64", "u8", 0, max),
