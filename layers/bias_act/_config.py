@@ -6,7 +6,8 @@ from typing import Literal
 
 VECTOR_BYTES = 16  # the widest access a thread has on every GPU from Ampere on
 STRIPS = 8  # strips a line of a narrow array is stretched to: at most 1/9 of the threads idle
-COLUMNS, GROUPS = 32, 16  # a CTA of the column sum: threads along a row, threads along a column
+# The column sum: threads of a CTA along a row, along a column, and loads in flight a thread.
+COLUMNS, GROUPS, LOADS = 32, 16, 8
 
 LoadHint = Literal["none", "no_allocate", "streaming"]
 StoreHint = Literal["none", "no_allocate", "streaming"]

@@ -28,6 +28,7 @@ class BiasReLUKernel(eqxcute.Kernel):
     """
 
     signature = "... n, n -> ... n"
+    parallel = ("n",)  # a shard may hold some of the columns
     dtypes: ClassVar = {"x": FLOATS, "bias": FLOATS}
     config: _config.Config = eqxcute.static(_config.FORWARD)
 
@@ -68,6 +69,7 @@ class BiasReLUBackward(eqxcute.Kernel):
     """
 
     signature = "... n, ... n -> ... n, n"
+    parallel = ("n",)
     dtypes: ClassVar = {"y": FLOATS, "dy": FLOATS}
     bias_dtype: str = eqxcute.static()
     config: _config.Config = eqxcute.static(_config.BACKWARD)

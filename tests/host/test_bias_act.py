@@ -410,3 +410,23 @@ def test_settings_that_cannot_work_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"`{name}`"):
         _config.Config(**wrong)
+
+
+# Several devices.
+
+
+@pytest.mark.parametrize(
+    ("spec", "bias_spec"), [(("a", None), ()), ((None, "b"), ("b",)), (("a", "b"), ("b",))]
+)
+def test_rows_and_columns_may_be_sharded(spec, bias_spec):
+    """Rows are independent but for the bias gradient, which is summed over the shards; columns wholly."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x, bias = inputs(16, 6)
+    want = jax.grad(total(plain), (0, 1))(x, bias)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+        bias = jax.device_put(bias, jax.NamedSharding(mesh, jax.P(*bias_spec)))
+        got = jax.jit(jax.grad(total(bias_relu), (0, 1)))(x, bias)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6)
+    assert got[0].sharding.spec == x.sharding.spec

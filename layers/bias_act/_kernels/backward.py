@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from .._config import COLUMNS, GROUPS, Config
+from .._config import COLUMNS, GROUPS, LOADS, Config
 from .lines import Place, Plan, column_of_lines, find_place, load, make_plan, store, vector_of
 
 
@@ -118,7 +118,7 @@ class Backward:
 
     @cute.kernel
     def sum_kernel(self, source: cute.Tensor, out: cute.Tensor, rows: Int32, columns: Int32):
-        """out[c] = sum over r of source[r, c]. Group g takes rows g, g + GROUPS, ..."""
+        """out[c] = sum over r of source[r, c], r < rows. Group g takes rows g, g + GROUPS, ..."""
         lane, group, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         sGroups = SmemAllocator().allocate_tensor(Float32, cute.make_layout((COLUMNS, GROUPS)), 16)
@@ -128,8 +128,14 @@ class Backward:
             gIn = cute.make_tensor(
                 source.iterator + column, cute.make_layout(rows, stride=Int64(columns))
             )
-            for r in cutlass.range(group, rows, GROUPS, unroll=4):
-                total += gIn[r]
+            for first in cutlass.range(group, rows, GROUPS * LOADS, unroll=1):
+                held = cute.make_rmem_tensor(LOADS, Float32)
+                for i in range_constexpr(LOADS):
+                    # Past the end the last row is read again, and not added: a load that need
+                    # not ask first goes out together with the others.
+                    held[i] = gIn[cutlass.min(first + i * GROUPS, rows - 1)]
+                for i in range_constexpr(LOADS):
+                    total += held[i] if first + i * GROUPS < rows else Float32(0.0)
         sGroups[lane, group] = total
         cute.arch.sync_threads()
         if (group == 0) & (column < columns):
