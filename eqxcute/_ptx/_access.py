@@ -76,7 +76,11 @@ def access_size(ins, space: str) -> int | None:
 def address_reader(mem):
     """A function of (machine, lanes) that gives addresses as int64."""
     if isinstance(mem.base, Reg):
-        i, offset = mem.base.index, np.int64(mem.offset)
+        i = mem.base.index
+        if width(mem.base.type) == 4:  # the sum wraps: compilers split addresses at will
+            small = np.array(mem.offset & 0xFFFFFFFF, np.uint32)
+            return lambda m, lanes: (m.R[i][lanes] + small).view(np.int32).astype(np.int64)
+        offset = np.int64(mem.offset)
         return lambda m, lanes: m.R[i][lanes].astype(np.int64) + offset
     if isinstance(mem.base, Sym):
         symbol = Sym(mem.base.name, mem.base.offset + mem.offset)

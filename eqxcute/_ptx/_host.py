@@ -7,6 +7,7 @@ in `_machine`. So what a GPU would be asked to do is what is interpreted.
 
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
@@ -289,7 +290,8 @@ class _Tensor:
     def __init__(self, array: np.ndarray, address: int):
         self.address = address
         self.shape = array.shape
-        self.strides = tuple(s // max(array.itemsize, 1) for s in array.strides)
+        # Row-major, also where NumPy says something else: for sizes of 0 and 1.
+        self.strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(array.ndim))
         self.bits = 8 * array.dtype.itemsize
         self.code = _NAMED_CODES.get(array.dtype.name, _CODES.get(array.dtype.kind))
         if self.code is None:

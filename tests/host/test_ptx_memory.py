@@ -288,6 +288,22 @@ def test_shared_memory_has_the_size_of_the_launch():
         run_ptx(kernel(code, 1, dynamic), [x], shared=124)
 
 
+def test_addresses_of_32_bits_wrap():
+    """A compiler may put the larger part of an address into the offset."""
+    y = np.zeros(32, "u4")
+    run(
+        """mov.u32 %r10, s; add.u32 %r10, %r10, -8192; mad.lo.u32 %r10, %r0, 4, %r10;
+        st.shared.b32 [%r10+8192], %r0; ld.shared.b32 %r11, [%r10+8192];
+        add.s64 %rd0, %rd0, %rd20; st.global.b32 [%rd0], %r11;""",
+        y,
+        shared=".shared .align 4 .b8 s[128];",
+    )
+    assert y.tolist() == list(range(32))
+    text = fault("mov.u32 %r10, s; st.shared.b32 [%r10+-4], %r0;", y,
+                 shared=".shared .align 4 .b8 s[128];")  # fmt: skip
+    assert "out of bounds: writes bytes -4 to -1 of shared memory" in text
+
+
 def test_uninitialised_shared_and_local_memory():
     x = numbers(32)
     shared = ".shared .align 4 .b8 s[256];"
