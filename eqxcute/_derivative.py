@@ -32,11 +32,11 @@ def _jvp(primals, tangents, *, call: Call):
     found = view_of(call, [jax.typeof(x) for x in primals])
     if brings(found.kernel, "jvp") or brings(found.kernel, "vjp"):
         return _own_jvp(found, primals, tangents, call)
-    outputs = kernel_p.bind(*primals, call=call)
     if not brings(found.kernel, "reference"):
         raise NotImplementedError(
             f"`{found.name}` cannot be differentiated: it has no `reference`, no `jvp` and no `vjp`. Define one."
         )
+    outputs = kernel_p.bind(*primals, call=call)
     moving = [i for i, (x, t) in enumerate(zip(primals, tangents, strict=True)) if _moves(x, t)]
 
     def of_moving(*some):
@@ -49,7 +49,7 @@ def _jvp(primals, tangents, *, call: Call):
         of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
     )
     return outputs, [
-        _zero(out) if t.dtype == jax.dtypes.float0 else t for out, t in zip(outputs, found_tangents)
+        _zero(out) if t.dtype == jax.dtypes.float0 else t for out, t in zip(outputs, found_tangents, strict=True)
     ]
 
 
@@ -58,7 +58,7 @@ def _moves(primal, tangent) -> bool:
 
 
 def _zero(output) -> ad.Zero:
-    return ad.Zero.from_primal_value(output)
+    return ad.Zero(jax.typeof(output).to_tangent_aval())
 
 
 @dataclasses.dataclass(frozen=True)

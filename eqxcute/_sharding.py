@@ -7,7 +7,6 @@ sharded is an error. Under an automatic mesh, XLA's partitioner asks by `custom_
 Shardy rule, and what cannot be sharded is gathered.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -16,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _kernel, _signature
 from ._errors import SpecError
-
 
 # Values that vary over manual axes.
 
@@ -114,11 +112,11 @@ def specs_of(
 
 
 def _not_shardable(found, leaf, i: int, axis) -> SpecError:
+    names = ", ".join(type(found.kernel).parallel) or "none"
     return SpecError(
-        f"`{found.name}`: dim {i} of `{leaf.name}` is sharded over the mesh axis {axis!r}, but the kernel needs that dim whole: "
-        f"it may be sharded along `...` and along the names in its `parallel` ({', '.join(type(found.kernel).parallel) or 'none'}), "
-        "where every output has them. Reshard the argument (`jax.sharding.reshard`), or call the kernel inside `jax.shard_map` "
-        "and combine the shards there."
+        f"`{found.name}`: dim {i} of `{leaf.name}` is sharded over the mesh axis {axis!r}, but the kernel needs it whole: "
+        f"dims of `...` and those in `parallel` ({names}) may be sharded, if every output has them. Reshard the argument "
+        "(`jax.sharding.reshard`), or call the kernel inside `jax.shard_map` and combine the shards there."
     )
 
 

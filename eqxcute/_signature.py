@@ -237,7 +237,7 @@ class _Sizes:
     def __init__(self, kernel: str, fields: Mapping[str, int]):
         self.kernel = kernel
         self.values = dict(fields)
-        self.givers = {name: f"the field `{name}`" for name in fields}
+        self.givers = {name: f"self.{name}" for name in fields}
 
     def meet(self, leaf: Leaf, dim: Dim, size: int) -> None:
         if dim.name is None:
