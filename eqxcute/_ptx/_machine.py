@@ -152,7 +152,7 @@ class Machine:
         self.mask = None  # None: every lane that has not left
         self._active = self._running = None  # made when asked for
         self.R = [self._zeros(r.type) for r in self.program.kernel.registers]
-        self.carry = np.zeros(self.lanes, np.uint64)  # of add.cc
+        self.carry = np.zeros(self.lanes, bool)  # of add.cc
         self.call_params = {}
         self.glob = launch.memory
         self.shared = Banked("shared", count, launch.shared_bytes, SHARED_BASE)

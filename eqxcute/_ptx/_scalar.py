@@ -123,9 +123,30 @@ def _setp(ins, kernel):
 # ---------------------------------------------------------------- carries
 
 
-@plain("addc", "subc", "madc")
+@plain("addc", "subc", "add.cc", "sub.cc")
 def _with_carry(ins, kernel):
-    raise Unsupported("a carry")
+    """Sums of more than a word: the carry, or the borrow, goes from one to the next."""
+    size = width(ins.mods[-1])
+    a, b = (reader(arg, f"b{8 * size}") for arg in ins.args[1:])
+    put = writer(ins.args[0], f"b{8 * size}")
+    adds, takes, gives = ins.mods[0][:3] == "add", ins.mods[0][3:] == "c", "cc" in ins.mods
+
+    def run(m):
+        x, y = m.spread(a(m)), m.spread(b(m))
+        carry = m.carry.astype(x.dtype) if takes else np.zeros_like(x)
+        if adds:
+            first = x + y
+            out = first + carry
+            over = (first < x) | (out < first)
+        else:
+            first = x - y
+            out = first - carry
+            over = (x < y) | (first < carry)
+        put(m, out)
+        if gives:
+            m.carry = over if m.mask is None else np.where(m.mask, over, m.carry)
+
+    return run
 
 
 # ---------------------------------------------------------------- order, hints

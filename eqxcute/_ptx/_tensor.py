@@ -71,6 +71,7 @@ def _ldmatrix(ins, kernel):
         pairs = np.ascontiguousarray(halves).view(np.uint32).reshape(len(lanes), count, 32)
         for j, put in enumerate(puts):
             _put(m, put, pairs[:, j])
+        m.clocks.tick(m.running_warps)  # what a lane does next, no lane's read comes after
 
     return joining(ins, run)
 
@@ -96,6 +97,7 @@ def _stmatrix(ins, kernel):
             write(m, "shared", address(m, rows) & _LOW, rows, 4, 4, words, ins.index)
 
         call_on(body, m, rows)
+        m.clocks.tick(m.running_warps)
 
     return joining(ins, run)
 

@@ -5,6 +5,8 @@ width (bool for predicates). Arrays in registers are never changed in place, so 
 registers may share one. A literal is an array of length 1: NumPy spreads it.
 """
 
+import functools
+
 import ml_dtypes
 import numpy as np
 
@@ -42,6 +44,7 @@ def is_packed(name: str) -> bool:
     return name.endswith("x2")
 
 
+@functools.cache
 def width(name: str) -> int:
     """Bytes of the type in a register."""
     if name in ("e4m3x2", "e5m2x2"):

@@ -90,6 +90,20 @@ def test_mad_and_saturation():
     assert got.tolist() == limited
 
 
+def test_carries():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 2**64, (2, 64), dtype="u8")
+    a[:2], b[:2] = 2**64 - 1, (1, 0)
+    split = """mov.b64 {%r0, %r1}, %a0; mov.b64 {%r2, %r3}, %a1;"""
+    code = "add.cc.u32 %r4, %r0, %r2; addc.u32 %r5, %r1, %r3; mov.b64 %d, {%r4, %r5};"
+    assert (per_thread(split + code, "u8", a, b) == a + b).all()
+    code = "sub.cc.u32 %r4, %r0, %r2; subc.u32 %r5, %r1, %r3; mov.b64 %d, {%r4, %r5};"
+    assert (per_thread(split + code, "u8", a, b) == a - b).all()
+    code = "add.cc.u64 %q0, %a0, %a1; addc.cc.u64 %q1, %a0, -1; addc.u64 %d, 0, 0;"
+    want = [int(x) + 2**64 - 1 + (int(x) + int(y) >> 64) >> 64 for x, y in zip(a, b, strict=True)]
+    assert per_thread(code, "u8", a, b).tolist() == want
+
+
 @pytest.mark.parametrize("name", ["b16", "b32", "b64"])
 def test_logic(name):
     a, b = pairs(name)
