@@ -347,7 +347,7 @@ def _check_each(masks, batch: int, heads: int, q_len: int, kv_len: int) -> None:
 
 
 def _check_batch(name: str, value: Any, batch: int) -> None:
-    if jnp.ndim(value) == 1 and value.shape[0] != batch:
+    if value is not None and jnp.ndim(value) == 1 and value.shape[0] != batch:
         raise ValueError(
             f"{name} has {value.shape[0]} entries, but q has {batch} batch entries (its leading "
             "dims together). Under jax.vmap map over the mask as well, or give one number."
