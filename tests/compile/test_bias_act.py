@@ -182,9 +182,22 @@ def test_numbers(shape, dtype, bias_dtype):
     check_backward(BiasReLUBackward(bias_dtype, Config(ctas=6, **SMALL)), y, dy)
 
 
-@pytest.mark.parametrize("ctas", [1, 5])
-def test_numbers_when_few_ctas_share_the_work(ctas):
-    x, bias, dy = inputs((150, 40), "bfloat16", "float32")
+@pytest.mark.parametrize(
+    ("shape", "ctas", "why"),
+    [
+        ((150, 40), 1, "one CTA a strip takes all blocks"),
+        ((150, 40), 17, "two walkers"),
+        ((1501, 7), 24, "three walkers, and a tail that only one of them may add"),
+        (
+            (40, 128),
+            6,
+            "each column stands 16 times in a line: the sum kernel's groups come out even",
+        ),
+    ],
+)
+def test_numbers_when_few_ctas_share_the_work(shape, ctas, why):
+    del why
+    x, bias, dy = inputs(shape, "bfloat16", "float32")
     check_forward(BiasReLUKernel(Config(ctas=ctas, **SMALL)), x, bias)
     check_backward(BiasReLUBackward("float32", Config(ctas=ctas, **SMALL)), x, dy)
 
@@ -221,6 +234,6 @@ def test_no_rows_give_a_bias_gradient_of_zero():
 
 def test_equal_inputs_give_equal_bits():
     y, _, dy = inputs((150, 40), "float32", "float32")
-    kernel = BiasReLUBackward("float32", Config(ctas=5, **SMALL))
+    kernel = BiasReLUBackward("float32", Config(ctas=17, **SMALL))
     first, second = interpret(kernel, y, dy), interpret(kernel, y, dy)
     np.testing.assert_array_equal(first[1].view(jnp.int32), second[1].view(jnp.int32))
