@@ -333,6 +333,7 @@ def execute(
     *,
     names: Sequence[str] = (),
     written: Sequence[int] = (),
+    scratch: Sequence[int] = (),
     budget: int = DEFAULT_BUDGET,
 ) -> None:
     """Runs a compiled kernel on this CPU: its own host code, and its PTX interpreted.
@@ -349,6 +350,8 @@ def execute(
     - `names`: What messages call the arguments. (Keyword only, as all that follow.)
     - `written`: Numbers of the arguments that are outputs: they start poisoned, may not be
         read before they are written, and must be written whole.
+    - `scratch`: Numbers of those that start poisoned and need not be written whole: a
+        workspace.
     - `budget`: How many instructions a batch of CTAs may run.
 
     **Raises:** `KernelFault` for what is wrong in a kernel; `NotImplementedError` for what
@@ -365,7 +368,7 @@ def execute(
             continue
         if not argument.flags.c_contiguous:
             raise ValueError(f"`{name}` is not C-contiguous; pass np.ascontiguousarray of it")
-        address = device.upload(argument, name, written=i in written)
+        address = device.upload(argument, name, written=i in written, scratch=i in scratch)
         values.append(tvm_ffi.from_dlpack(_Tensor(argument, address)))
     with _LOCK:
         function, library = _load(object_bytes, symbol)

@@ -19,7 +19,7 @@ LANES = 2048  # a batch has about so many: enough to make NumPy's overhead small
 BATCH_BYTES = 1 << 25  # of shared memory, in a batch
 _NEVER = 1 << 30  # the place of a lane that has left the kernel
 _FAIR = 1024  # so often the last group goes first: a spinning lane may wait for it
-DEFAULT_BUDGET = 20_000_000
+DEFAULT_BUDGET = 3_000_000  # instructions of a batch: about half a minute
 
 
 class Program:

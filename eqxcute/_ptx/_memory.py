@@ -74,7 +74,8 @@ class Array:
     base: int  # its address
     start: int  # its offset in the store
     size: int
-    tracked: bool  # starts unwritten; must be written before it is read, and by the end
+    tracked: bool  # starts unwritten: must be written before it is read
+    whole: bool = False  # must be written whole by the end
     constant: bool = False
     touched: bool = False  # the kernel wrote to it
 

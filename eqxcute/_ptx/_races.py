@@ -8,8 +8,8 @@ both are the same thread's, or
 - in one warp: the clock has moved on since;
 - in one CTA: a barrier joined the two warps after the earlier one (vector clocks: what each
   warp knows of every other's clock);
-- in two CTAs: the earlier warp has since met a fence, or a release. (That is lenient: the
-  later side should have an acquire as well.)
+- anywhere: the earlier warp has since met a fence, or a release. (That is lenient: the later
+  side should have an acquire as well.)
 
 Two stores of the same value are let pass, and so are atomics among each other. The last
 write, the last atomic and the last two reads by different warps are kept for each granule
@@ -105,8 +105,8 @@ class Clocks:
         inside = (theirs >= 0) & (theirs // self.warps == mine // self.warps)
         seen = self.known[mine, theirs % self.warps]
         seen = np.where(theirs == mine, self.clock[mine] - 1, seen)
-        foreign = np.clip(theirs + self.first_warp, 0, len(self.fences) - 1)
-        seen = np.where(inside, seen, self.fences[foreign])
+        fenced = self.fences[theirs + self.first_warp]
+        seen = np.where(inside, np.maximum(seen, np.where(theirs == mine, 0, fenced)), fenced)
         bad = clock > seen
         if not bad.any():
             return None

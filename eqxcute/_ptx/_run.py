@@ -29,7 +29,7 @@ class Device:
                     constant=variable.space == "const",
                 )
 
-    def upload(self, array: np.ndarray, name: str, *, written: bool) -> int:
+    def upload(self, array: np.ndarray, name: str, *, written: bool, scratch: bool) -> int:
         """**Returns:** the address. The same memory given twice is one array."""
         for known, place in self.arrays:
             same = known.__array_interface__["data"][0] == array.__array_interface__["data"][0]
@@ -37,7 +37,8 @@ class Device:
                 place.name = f"{place.name}, {name}"
                 return place.base
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        place = self.memory.add(name, data, tracked=written)
+        place = self.memory.add(name, data, tracked=written or scratch)
+        place.whole = written
         self.arrays.append((array, place))
         return place.base
 
@@ -77,7 +78,7 @@ class Device:
     def download(self) -> None:
         """Copies what the kernels wrote back. **Raises:** `KernelFault` for what they did not."""
         for array, place in self.arrays:
-            first = self.memory.first_unwritten(place) if place.tracked else None
+            first = self.memory.first_unwritten(place) if place.whole else None
             if first is not None:
                 index = np.unravel_index(first // array.itemsize, array.shape)
                 raise KernelFault(
@@ -101,6 +102,7 @@ def run_ptx(
     shared: int = 0,
     names: Sequence[str] = (),
     written: Sequence[int] = (),
+    scratch: Sequence[int] = (),
     budget: int = DEFAULT_BUDGET,
 ) -> None:
     """Runs one kernel of a PTX text, with a launch given by hand.
@@ -115,6 +117,7 @@ def run_ptx(
     - `shared`: Bytes of dynamic shared memory.
     - `names`: What messages call the parameters.
     - `written`: Numbers of the parameters that the kernel must write, every byte of them.
+    - `scratch`: Numbers of those that start without contents, and may be written in part.
     - `budget`: How many instructions may run before it counts as an endless loop.
 
     **Raises:** `KernelFault`, see there; `NotImplementedError` for PTX that is not known.
@@ -124,7 +127,7 @@ def run_ptx(
     for i, value in enumerate(params):
         name = names[i] if i < len(names) else f"argument {i}"
         if isinstance(value, np.ndarray):
-            address = device.upload(value, name, written=i in written)
+            address = device.upload(value, name, written=i in written, scratch=i in scratch)
             packed.append(address.to_bytes(8, "little"))
         else:
             packed.append(value if isinstance(value, bytes) else value.tobytes())

@@ -158,12 +158,10 @@ def _fence(ins, kernel):
         if "mbarrier_init" in ins.mods:
             raise Unsupported("an mbarrier")
         return lambda m: None
-    if "cta" in ins.mods:
-        return lambda m: None
     return lambda m: m.clocks.fence(m.active)
 
 
-@plain("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "pmevent", "discard")
+@plain("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "pmevent")
 def _nothing(ins, kernel):
     """Has no effect on what is computed."""
     return lambda m: None

@@ -321,6 +321,14 @@ def test_fma_where_two_roundings_would_differ():
     assert got.tolist() == [1 + 2.0**-11 + 2.0**-23, 1 + 2.0**-11]
 
 
+def test_fma_below_the_normal_range():
+    """The product is a sliver less than half of a last place, where float64 sees a half."""
+    a, b = np.float32((1 + 2.0**-20) * 2.0**-75), np.float32((1 - 2.0**-20) * 2.0**-75)
+    c = np.array([2.0**-127 + 2.0**-149], "f4")
+    got = per_thread("fma.rn.f32 %d, %a0, %a1, %a2;", "f4", np.array([a]), np.array([b]), c)
+    assert got[0] == c[0]
+
+
 def test_fma64_against_fractions():
     rng = np.random.default_rng(0)
     a, b, c = rng.standard_normal((3, 300))

@@ -261,6 +261,17 @@ def test_out_of_bounds_before_the_first_byte_and_far_away():
     assert "0x10, which is in no array" in text
 
 
+def test_one_byte_too_far():
+    x = numbers(31, "u1")
+    code = "cvt.u64.u32 %rd5, %r0; add.s64 %rd0, %rd0, %rd5; ld.global.u8 %r10, [%rd0];"
+    assert "reads bytes 31 to 31 of `x`, which has 31 bytes" in fault(code, x, names=["x"])
+    code = "add.s64 %rd0, %rd0, %rd5; st.global.u8 [%rd0], %r0;"
+    code = "cvt.u64.u32 %rd5, %r0;" + code
+    assert "writes bytes 31 to 31 of `x`" in fault(code, x, names=["x"])
+    run(code, x, block=(31, 1, 1))
+    assert x.tolist() == list(range(31))
+
+
 def test_an_access_lies_in_one_array():
     x, y = numbers(64, "u1"), numbers(64, "u1")
     assert "bytes 64 to 67 of `x`" in fault(
@@ -326,6 +337,15 @@ def test_outputs_start_poisoned_and_must_be_written_whole():
     assert "unwritten: no kernel wrote `y` at index (1, 5) (byte 52 of 128)" in text
     text = fault("red.global.add.u32 [%rd1], 1;", x, y, names=["x", "y"], written=[1])
     assert "changes" in text or "nobody has written" in text
+
+
+def test_scratch_may_be_written_in_part():
+    x, y = numbers(32), np.zeros(64, "u4")
+    code = """add.s64 %rd0, %rd0, %rd20; add.s64 %rd1, %rd1, %rd20; st.global.b32 [%rd1], %r0;
+    ld.global.b32 %r10, [%rd1+{}]; st.global.b32 [%rd0], %r10;"""
+    run(code.format(0), x, y, written=[0], scratch=[1])
+    text = fault(code.format(128), x, y, names=["x", "y"], written=[0], scratch=[1])
+    assert "uninitialised: reads bytes 128 to 131 of `y`" in text
 
 
 def test_read_only_arrays():

@@ -196,6 +196,19 @@ def test_stmatrix_undoes_ldmatrix(trans):
     assert (out.view("u2").reshape(4, 8, 8) == x).all()
 
 
+def test_a_warp_may_overwrite_rows_that_it_has_loaded():
+    """`ldmatrix` joins the warp: no lane is behind it while another still reads."""
+    x = np.zeros((32, 4), "u4")
+    run(
+        FILL
+        + "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r0, %r1, %r2, %r3}, [%r51];"
+        + "xor.b32 %r51, %r51, 16; st.shared.v4.b32 [%r51], {%r0, %r1, %r2, %r3};"
+        + store(1, 0, 4),
+        x,
+        x.copy(),
+    )
+
+
 def test_matrix_faults():
     x = np.zeros((32, 4), "u4")
     load_at = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r0, %r1, %r2, %r3}}, [%r51{}];"

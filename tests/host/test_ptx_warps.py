@@ -337,6 +337,17 @@ def test_atomics_do_not_race_with_each_other_but_with_plain_stores():
     assert "race on" in fault(f"{clear} bar.sync 0; {add} ld.shared.b32 %r10, [%r12];", 64)
 
 
+def test_a_flag_with_release_and_acquire_orders():
+    code = f"""setp.eq.u32 %p1, %r0, 0; mov.u32 %r12, s; add.u32 %r12, %r12, 1024;
+    @%p1 st.shared.b32 [%r12], 0; bar.sync 0; setp.ge.u32 %p2, %r0, 32; @%p2 bra WAIT;
+    st.shared.b32 [%s], %r0; bar.warp.sync -1; {{}} @%p1 st.release.cta.shared.b32 [%r12], 1; bra END;
+    WAIT: ld.acquire.cta.shared.b32 %r11, [%r12]; setp.eq.u32 %p3, %r11, 0; @%p3 bra WAIT;
+    ld.shared.b32 %r10, [%s+-128]; {SAVE} END:"""
+    for fence in ("", "membar.cta;", "fence.acq_rel.gpu;"):
+        assert run(code.format(fence), 64)[32:].tolist() == list(range(32))
+    assert "race on" in fault(code.format("").replace(".release.cta", ".volatile"), 64)
+
+
 def test_many_readers_then_one_writer():
     """Every warp reads one word; the last of them then writes it."""
     code = """setp.eq.u32 %p1, %r0, 0; mov.u32 %r12, s; @%p1 st.shared.b32 [%r12], 0; bar.sync 0;
