@@ -56,7 +56,7 @@ class Settings:
     compute: str = "float32"  # dtype of activations; parameters are float32 always
 
     # Training.
-    steps: int = 1200
+    steps: int = 1000
     batch: int = 16  # windows a step
     learning_rate: float = 4e-3  # the peak; high, as small models and short runs like it
     warmup: int = 60  # steps up to the peak; then half a cosine down to a tenth of it
