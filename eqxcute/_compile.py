@@ -1,6 +1,6 @@
 """From a kernel to an artifact: the compile key, the compiler behind its lock, and the watchdog."""
 
-import contextlib
+import contextvars
 import ctypes
 import hashlib
 import importlib.metadata
@@ -8,7 +8,8 @@ import json
 import platform
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 from . import _config, _fingerprint
 from ._artifact import Artifact
@@ -42,8 +43,8 @@ def key_of(found: View, plan: Plan, architecture: str) -> str:
         ]
 
     parts = {
-        "kernel": _fingerprint.of_kernel(replace_fields(found.kernel, attributes)),
-        "arguments": _fingerprint.fingerprint(str(_structure(found))),
+        "kernel": _fingerprint.fingerprint(replace_fields(found.kernel, attributes)),
+        "arguments": _fingerprint.fingerprint(found.arguments),
         "arrays": [
             [dims(a) for a in arrays] for arrays in (plan.inputs, plan.outputs, plan.workspace)
         ],
@@ -55,12 +56,6 @@ def key_of(found: View, plan: Plan, architecture: str) -> str:
         "bridge": _fingerprint.source_digest("eqxcute._launcher"),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _structure(found: View):
-    import jax
-
-    return jax.tree.structure(found.arguments)
 
 
 def symbol_of(found: View, key: str) -> str:
@@ -98,11 +93,14 @@ def build(found: View, plan: Plan, symbol: str, architecture: str, *, inspect: b
                 "Linux: `pip install nvidia-cutlass-dsl`."
             ) from error
         _compiles += 1
+
+        def work(traced):
+            return _launcher.build(
+                found, plan, symbol, architecture, inspect=inspect, before_passes=traced
+            )
+
         try:
-            with deadline(_config.compile_timeout(), found.name) as in_time:
-                return _launcher.build(
-                    found, plan, symbol, architecture, inspect=inspect, before_passes=in_time
-                )
+            return within(_config.compile_timeout(), found.name, work)
         except (CompileTimeout, SpecError, ArchitectureError):
             raise
         except Exception as error:
@@ -115,41 +113,49 @@ class _Stop(BaseException):
     """Ends a trace from another thread. No Exception: CuTe takes those for its own failures."""
 
 
-@contextlib.contextmanager
-def deadline(seconds: float | None, name: str) -> Iterator:
-    """Ends the block with `CompileTimeout` unless it calls the function that it is given within `seconds`.
+def within(seconds: float | None, name: str, work: Callable[[Callable[[], None]], Any]) -> Any:
+    """`work(traced)` in a thread of its own, ended with `CompileTimeout` unless it calls `traced()` within `seconds`.
 
-    The compiler calls it when a kernel is traced: the passes that follow are one call of C++, which nothing stops.
+    It does so when the kernel is traced: the passes that follow are one call of C++, which nothing stops. The thread is
+    thrown away, and with it whatever MLIR keeps a thread: a trace that is stopped half-way leaves no context behind.
     """
-    if seconds is None:
-        yield lambda: None
-        return
-    guard, state = threading.Lock(), {"armed": True, "fired": False}
-    thread = ctypes.c_ulong(threading.get_ident())
+    settled, result, failure = threading.Event(), [], []
 
-    def fire():
-        with guard:
-            if state["armed"]:
-                state.update(armed=False, fired=True)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stop))
-
-    def disarm():
-        with guard:
-            state["armed"] = False
-        timer.cancel()
-
-    timer = threading.Timer(seconds, fire)
-    timer.daemon = True
-    timer.start()
-    try:
+    def run():
         try:
-            yield disarm
+            result.append(work(settled.set))
+        except BaseException as error:  # noqa: BLE001  raised again below
+            failure.append(error)
         finally:
-            disarm()
-            if state["fired"]:  # whatever of it has not yet arrived
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
-    except _Stop:
+            settled.set()
+
+    worker = threading.Thread(
+        target=contextvars.copy_context().run, args=(run,), daemon=True, name=f"compile {name}"
+    )
+    worker.start()
+    try:
+        in_time = settled.wait(seconds)
+        if in_time:
+            worker.join()
+    except BaseException:  # Ctrl-C
+        _stop(worker)
+        raise
+    if not in_time:
+        _stop(worker)
+    if not in_time and not result:
         raise CompileTimeout(
             f"`{name}` was still being traced after {seconds:g} s. A Python loop over a run-time tensor or size never ends: "
             "use `cutlass.range` or a `while` inside `@cute.jit`. EQXCUTE_COMPILE_TIMEOUT sets the limit in seconds."
-        ) from None
+        )
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _stop(worker: threading.Thread) -> None:
+    """Raises `_Stop` in a thread until it has ended: a first one may be caught on its way."""
+    while worker.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(worker.ident), ctypes.py_object(_Stop)
+        )
+        worker.join(1.0)

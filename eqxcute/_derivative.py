@@ -49,7 +49,8 @@ def _jvp(primals, tangents, *, call: Call):
         of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
     )
     return outputs, [
-        _zero(out) if t.dtype == jax.dtypes.float0 else t for out, t in zip(outputs, found_tangents, strict=True)
+        _zero(out) if t.dtype == jax.dtypes.float0 else t
+        for out, t in zip(outputs, found_tangents, strict=True)
     ]
 
 

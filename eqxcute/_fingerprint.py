@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 
@@ -60,13 +59,32 @@ def _is_library(module: str | None) -> bool:
     return file is None or str(Path(file).resolve()).startswith(_LIBRARIES)
 
 
+def _is_library_object(value: Any) -> bool:
+    """True for a function or class that its module, a library, knows by name: not for one that was made at run time."""
+    root = value.__qualname__.split(".")[0]
+    return _is_library(value.__module__) and hasattr(sys.modules.get(value.__module__), root)
+
+
 @functools.lru_cache(maxsize=4096)
-def _origin(module: str) -> str | None:
+def _spec(module: str):
+    """How a module would be imported. Imports the packages that it is in, and nothing else."""
     try:
-        spec = importlib.util.find_spec(module)
+        return importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
         return None
+
+
+def _origin(module: str) -> str | None:
+    spec = _spec(module)
     return spec.origin if spec is not None and spec.has_location else None
+
+
+def _with_members(module: str, names) -> list[str]:
+    """A module, and what of `names` may be modules in it."""
+    spec = _spec(module)
+    if spec is None or spec.submodule_search_locations is None:
+        return [module]
+    return [module, *(f"{module}.{name}" for name in names)]
 
 
 _SKIPPED = frozenset(
@@ -127,7 +145,7 @@ class _Walk:
                 hashlib.sha256(array.tobytes()).hexdigest(),
             )
         elif isinstance(value, jax.ShapeDtypeStruct):
-            self.put("struct", str(value.dtype), str(len(value.shape)))
+            self.put("struct")  # an operand: its dtype and dims are in the key on their own
         elif isinstance(value, (tuple, list)):
             self.put(kind.__qualname__, str(len(value)))
             for item in value:
@@ -190,8 +208,9 @@ class _Walk:
         if not isinstance(function, types.FunctionType):
             self.visit(function)
             return
-        if _is_library(function.__module__):
+        if _is_library_object(function):
             self.put("library", function.__module__, function.__qualname__)
+            self.closure(function)
             return
         if not self.once(function):
             return
@@ -199,12 +218,7 @@ class _Walk:
         code = original_code(function)
         self.bytecode(code)
         self.visit((function.__defaults__, function.__kwdefaults__))
-        for cell in function.__closure__ or ():
-            try:
-                contents = cell.cell_contents
-            except ValueError:  # not yet filled: a recursive definition
-                contents = None
-            self.lenient(contents)
+        self.closure(function)
         names = tuple(dict.fromkeys(_names(code)))
         for name in names:
             if name in function.__globals__:
@@ -215,6 +229,14 @@ class _Walk:
                 )
         for module in _imports(code, function.__globals__.get("__package__") or ""):
             self.put("imports", module, source_digest(module))
+
+    def closure(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                contents = cell.cell_contents
+            except ValueError:  # not yet filled: a recursive definition
+                contents = None
+            self.lenient(contents)
 
     def lenient(self, value: Any) -> None:
         """Of what a function merely names: a logger or a lock need not stop a compile."""
@@ -237,7 +259,7 @@ class _Walk:
 
     def type(self, cls: type) -> None:
         self.put("type", cls.__module__, cls.__qualname__)
-        if _is_library(cls.__module__) or not self.once(cls):
+        if _is_library_object(cls) or not self.once(cls):
             return
         for base in cls.__bases__:
             self.visit(base)
@@ -284,7 +306,7 @@ def _imports(code: types.CodeType, package: str) -> Iterator[str]:
                 if level
                 else step.argval
             )
-            for name in (module, *(f"{module}.{part}" for part in names or ())):
+            for name in _with_members(module, names or ()):
                 if not _is_library(name) and _origin(name) is not None:
                     yield name
         elif step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")):
@@ -324,10 +346,5 @@ def _source_imports(source: bytes, package: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
             base = importlib.util.resolve_name(name, package) if node.level else name
-            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            found += _with_members(base, [alias.name for alias in node.names])
     return sorted(set(found))
-
-
-def of_kernel(kernel: eqx.Module) -> str:
-    """Of a kernel: its class and fields, its arrays being `ShapeDtypeStruct`s, of which the rank counts."""
-    return fingerprint(kernel)

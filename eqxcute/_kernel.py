@@ -97,6 +97,8 @@ class Kernel(eqx.Module):
     - `side_effect`: True keeps a call whose outputs are unused.
     - `compile_options`: More options for `cute.compile`, such as `"--opt-level 2"`.
     - `parallel`: Names of dims along which shards are independent; `...` always is.
+    - `sums`: Names of outputs that are sums over the dims of `...` and `parallel` that they lack, as a bias's gradient
+        is: those of several devices are added up.
     """
 
     signature: ClassVar[str]
@@ -108,6 +110,7 @@ class Kernel(eqx.Module):
     side_effect: ClassVar[bool] = False
     compile_options: ClassVar[str] = ""
     parallel: ClassVar[tuple[str, ...]] = ()
+    sums: ClassVar[tuple[str, ...]] = ()
 
     def __check_init__(self):
         for field in dataclasses.fields(self):

@@ -1,13 +1,16 @@
 """Kernels over several devices: each device runs the kernel on its shard.
 
 A dim may be sharded if the kernel treats its entries independently: the dims of `...`, and names in `Kernel.parallel`. All
-others are whole on every device. Inside `jax.shard_map` there is nothing to do but to keep track of the axes over which
-values vary. Under an explicit mesh, the call becomes a `shard_map` by its arguments' types, and what cannot be
-sharded is an error. Under an automatic mesh, XLA's partitioner asks by `custom_partitioning`, which has the signature as its
-Shardy rule, and what cannot be sharded is gathered.
+others are whole on every device. Outputs named in `Kernel.sums` are added up over the shards of dims that they lack.
+
+Inside `jax.shard_map` there is nothing to do but to keep track of the axes over which values vary. Under an explicit mesh,
+the call becomes a `shard_map` by its arguments' types, and what cannot be sharded is an error. Under an automatic mesh,
+XLA's partitioner asks by `custom_partitioning`, which has the signature as its Shardy rule, and what cannot be sharded is
+gathered.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -63,18 +66,38 @@ def _dims(spec: _signature.Spec, rank: int) -> list:
 
 
 def _may_shard(found) -> set:
-    """The dims that may be sharded: every output must have them, or a shard would hold a part of a sum."""
+    """The dims that may be sharded: every output has them, or is a sum over them."""
     cls, outputs = type(found.kernel), _kernel.signature_of(found.kernel).outputs
     dims = [
-        set(_dims(spec, len(out.shape))) for spec, out in zip(outputs, found.outputs, strict=True)
+        set(_dims(spec, len(out.shape)))
+        for name, spec, out in zip(found.output_names, outputs, found.outputs, strict=True)
+        if name not in cls.sums
     ]
     candidates = {*range(len(found.binding.lead)), *cls.parallel}
     return candidates.intersection(*dims)
 
 
-def specs_of(
-    found, specs: Sequence, *, strict: bool
-) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+class Split(NamedTuple):
+    """How a call is sharded. `sums` has the mesh axes over which each output of a shard is only a part of a sum."""
+
+    inputs: list[PartitionSpec]
+    outputs: list[PartitionSpec]
+    sums: list[tuple]
+
+    def over_shards(self, function):
+        """`function(*shards)`, its partial sums added up."""
+
+        def summed(*shards):
+            outputs = function(*shards)
+            return [
+                jax.lax.psum(out, axes) if axes else out
+                for out, axes in zip(outputs, self.sums, strict=True)
+            ]
+
+        return summed
+
+
+def split(found, specs: Sequence, *, strict: bool) -> Split:
     """How operands and outputs are sharded, given how the operands are now.
 
     **Raises:**
@@ -84,8 +107,9 @@ def specs_of(
     may = _may_shard(found)
     chosen: dict = {}
     for leaf, spec in zip(found.operands, specs, strict=True):
+        rank = len(leaf.shape)
         for i, (dim, entry) in enumerate(
-            zip(_dims(leaf.spec, len(leaf.shape)), _entries(spec, len(leaf.shape)), strict=True)
+            zip(_dims(leaf.spec, rank), _entries(spec, rank), strict=True)
         ):
             if entry is None:
                 continue
@@ -99,15 +123,24 @@ def specs_of(
                     f"over {chosen[dim]!r}. Reshard one of them: `jax.sharding.reshard(x, ...)`."
                 )
 
-    def spec_of(spec, rank):
-        return PartitionSpec(
-            *[chosen.get(dim) if dim is not None else None for dim in _dims(spec, rank)]
-        )
+    def spec_of(dims):
+        return PartitionSpec(*[None if dim is None else chosen.get(dim) for dim in dims])
 
-    outputs = _kernel.signature_of(found.kernel).outputs
-    return (
-        [spec_of(leaf.spec, len(leaf.shape)) for leaf in found.operands],
-        [spec_of(spec, len(out.shape)) for spec, out in zip(outputs, found.outputs, strict=True)],
+    outputs = [
+        _dims(spec, len(out.shape))
+        for spec, out in zip(_kernel.signature_of(found.kernel).outputs, found.outputs, strict=True)
+    ]
+    return Split(
+        [spec_of(_dims(leaf.spec, len(leaf.shape))) for leaf in found.operands],
+        [spec_of(dims) for dims in outputs],
+        [_axes(entry for dim, entry in chosen.items() if dim not in dims) for dims in outputs],
+    )
+
+
+def _axes(entries) -> tuple:
+    """Mesh axes: an entry of a partition spec is one of them or a tuple."""
+    return tuple(
+        axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))
     )
 
 
@@ -115,8 +148,8 @@ def _not_shardable(found, leaf, i: int, axis) -> SpecError:
     names = ", ".join(type(found.kernel).parallel) or "none"
     return SpecError(
         f"`{found.name}`: dim {i} of `{leaf.name}` is sharded over the mesh axis {axis!r}, but the kernel needs it whole: "
-        f"dims of `...` and those in `parallel` ({names}) may be sharded, if every output has them. Reshard the argument "
-        "(`jax.sharding.reshard`), or call the kernel inside `jax.shard_map` and combine the shards there."
+        f"dims of `...` and those in `parallel` ({names}) may be sharded, if every output has them or is in `sums`. Reshard "
+        "the argument (`jax.sharding.reshard`), or call the kernel inside `jax.shard_map` and combine the shards there."
     )
 
 
@@ -131,7 +164,7 @@ def explicit_specs(operands: Sequence) -> list | None:
 
 def over_explicit_mesh(function, found, operands: Sequence, specs: Sequence):
     """`function(*operands)` as a `shard_map` by the operands' types."""
-    inputs, outputs = specs_of(found, specs, strict=True)
+    how = split(found, specs, strict=True)
     mesh = next(
         jax.typeof(x).sharding.mesh
         for x, spec in zip(operands, specs, strict=True)
@@ -141,13 +174,13 @@ def over_explicit_mesh(function, found, operands: Sequence, specs: Sequence):
         x
         if tuple(_entries(spec, x.ndim)) == tuple(want)
         else jax.sharding.reshard(x, NamedSharding(mesh, want))
-        for x, spec, want in zip(operands, specs, inputs, strict=True)
+        for x, spec, want in zip(operands, specs, how.inputs, strict=True)
     ]
     mapped = jax.shard_map(
-        function,
+        how.over_shards(function),
         mesh=mesh,
-        in_specs=tuple(inputs),
-        out_specs=outputs,
+        in_specs=tuple(how.inputs),
+        out_specs=how.outputs,
         axis_names=set(mesh.explicit_axes),
     )
     return mapped(*operands)
@@ -194,26 +227,32 @@ def shardy_rule(found) -> tuple[str, tuple[str, ...]]:
 def over_automatic_mesh(function, found, operands: Sequence) -> list:
     """`function(*operands)` for XLA's partitioner to split."""
 
-    def shardings(mesh, arguments):
+    def how(arguments) -> Split:
         specs = [getattr(getattr(a, "sharding", None), "spec", PartitionSpec()) for a in arguments]
-        return [
-            [NamedSharding(mesh, spec) for spec in specs]
-            for specs in specs_of(found, specs, strict=False)
-        ]
+        return split(found, specs, strict=False)
+
+    def on(mesh, specs):
+        return tuple(NamedSharding(mesh, spec) for spec in specs)
 
     def partition(mesh, arguments, _):
-        inputs, outputs = shardings(mesh, arguments)
-        return mesh, lambda *shards: tuple(function(*shards)), tuple(outputs), tuple(inputs)
+        chosen = how(arguments)
+        shard = chosen.over_shards(function)
+        return (
+            mesh,
+            lambda *shards: tuple(shard(*shards)),
+            on(mesh, chosen.outputs),
+            on(mesh, chosen.inputs),
+        )
 
     def infer(mesh, arguments, _):
-        return tuple(shardings(mesh, arguments)[1])
+        return on(mesh, how(arguments).outputs)
 
     rule, whole = shardy_rule(found)
-    split = custom_partitioning(lambda *some: tuple(function(*some)))
-    split.def_partition(
+    call = custom_partitioning(lambda *some: tuple(function(*some)))
+    call.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
         sharding_rule=rule,
         need_replication_factors=whole,
     )
-    return list(split(*operands))
+    return list(call(*operands))

@@ -32,7 +32,10 @@ class Compiled:
 
 
 def compile_count() -> int:
-    """How often this process has called the CuTe compiler: cached kernels do not count."""
+    """**Returns:**
+
+    How often this process has called the CuTe compiler. Kernels taken from a cache do not count.
+    """
     return _compile.count()
 
 
@@ -110,7 +113,7 @@ def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> A
     compiled = _interpreted[key]
 
     def in_memory(array, value):
-        return np.ascontiguousarray(np.transpose(np.reshape(value, array.shape), array.order))
+        return np.transpose(np.reshape(value, array.shape), array.order).copy(order="C")
 
     inputs = [in_memory(array, np.array(x)) for array, x in zip(plan.inputs, operands, strict=True)]
     outputs = [np.empty(array.memory_shape, array.dtype) for array in plan.outputs]
@@ -132,6 +135,7 @@ def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> A
         [*inputs, *initial, *outputs, *scratch, *attributes_of(found.kernel).values()],
         names=names,
         written=[first + o for o in range(len(outputs)) if o not in started],
+        scratch=[first + len(outputs) + i for i in range(len(scratch))],
     )
     return pack(
         [
@@ -280,10 +284,21 @@ def _on_cpu(leaf):
 
 
 def benchmark(function: Callable, *arguments: Any, calls: int = 20, rounds: int = 7) -> float:
-    """Seconds a call of `function(*arguments)` on the default device, the median of `rounds` of `calls` calls each.
+    """Times `function(*arguments)` on the default device.
 
     Calls are queued without waiting, so a call that takes longer on the device than its dispatch on the host (about
-    30 us) is timed without it.
+    30 us) is timed without it. Repeated calls find small arrays in the device's cache.
+
+    **Arguments:**
+
+    - `function`: Compiled by `jax.jit` first, unless it is already.
+    - `arguments`: Arrays.
+    - `calls`: In a round. (Keyword only argument.)
+    - `rounds`: Of which the median counts. (Keyword only argument.)
+
+    **Returns:**
+
+    Seconds a call.
     """
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     jax.block_until_ready(jitted(*arguments))

@@ -70,6 +70,7 @@ class BiasReLUBackward(eqxcute.Kernel):
 
     signature = "... n, ... n -> ... n, n"
     parallel = ("n",)
+    sums = ("dbias",)  # over the rows: those of several devices are added up
     dtypes: ClassVar = {"y": FLOATS, "dy": FLOATS}
     bias_dtype: str = eqxcute.static()
     config: _config.Config = eqxcute.static(_config.BACKWARD)

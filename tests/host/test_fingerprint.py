@@ -1,0 +1,165 @@
+"""The compile key's view of code: equal for what compiles to the same, other for what does not."""
+
+import dataclasses
+import enum
+import functools
+import importlib.util
+import subprocess
+import sys
+import textwrap
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqxcute import SpecError
+from eqxcute._fingerprint import fingerprint, source_digest
+
+OFFSET = 1
+
+
+def helper(x):
+    return x + OFFSET
+
+
+def uses_helper(x):
+    return helper(x)
+
+
+def make(factor):
+    return lambda x: x * factor
+
+
+def test_a_remade_function_is_the_same_and_another_constant_is_not():
+    assert fingerprint(make(2)) == fingerprint(make(2))
+    assert fingerprint(make(2)) != fingerprint(make(3))
+    assert fingerprint(make(2)) != fingerprint(make(2.0))
+    assert fingerprint(make(np.arange(3))) != fingerprint(make(np.arange(3) + 1))
+    assert fingerprint(make(jnp.arange(3))) == fingerprint(make(jnp.arange(3)))
+
+
+def test_a_changed_global_and_a_changed_helper_are_seen(monkeypatch):
+    """FlashAttention-4's source hash sees neither."""
+    before = fingerprint(uses_helper)
+    monkeypatch.setitem(globals(), "OFFSET", 2)
+    changed_global = fingerprint(uses_helper)
+    monkeypatch.setitem(globals(), "OFFSET", 1)
+    assert fingerprint(uses_helper) == before
+    monkeypatch.setitem(globals(), "helper", lambda x: x - OFFSET)
+    assert len({before, changed_global, fingerprint(uses_helper)}) == 3
+
+
+def test_classes_are_what_their_methods_do():
+    def cls(body):
+        space = {}
+        exec(textwrap.dedent(body), space)
+        return space["K"]
+
+    one = cls("class K:\n    a = 1\n    def f(self): return self.a + 1")
+    same = cls(
+        "class K:\n    a = 1\n\n    def f(self):\n        # a comment\n        return self.a + 1"
+    )
+    body = cls("class K:\n    a = 1\n    def f(self): return self.a + 2")
+    attribute = cls("class K:\n    a = 2\n    def f(self): return self.a + 1")
+    base = cls(
+        "class B:\n    def g(self): return 1\nclass K(B):\n    a = 1\n    def f(self): return self.a + 1"
+    )
+    assert fingerprint(one) == fingerprint(same)
+    assert len({fingerprint(x) for x in (one, body, attribute, base)}) == 4
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tile: int = 128
+    colour: Colour = Colour.RED
+
+
+class Mask(eqx.Module):
+    width: int = eqx.field(static=True)
+    values: object = None
+
+
+def test_values():
+    different = [
+        1, 1.0, True, "1", b"1", None, (1,), (1, (2,)), ((1, 2),), {"a": 1}, {"a": 2}, frozenset({1, 2}), frozenset({1}),
+        -0.0, 0.0, float("nan"), np.float32(1), np.int8(1), np.dtype("int8"), np.dtype("bool"), Colour.RED, Colour.BLUE,
+        Config(), Config(64), Config(colour=Colour.BLUE), Mask(1), Mask(2), jnp.float32, jnp.bfloat16, jax.nn.relu, jax.nn.gelu,
+        jnp.sin, functools.partial(make, 1), functools.partial(make, 2), make(1).__code__, types.SimpleNamespace,
+    ]  # fmt: skip
+    digests = [fingerprint(value) for value in different]
+    assert len(set(digests)) == len(different)
+    assert digests == [fingerprint(value) for value in different]
+    assert fingerprint(Mask(1, jax.ShapeDtypeStruct((3,), jnp.float32))) == fingerprint(
+        Mask(1, jax.ShapeDtypeStruct((4,), jnp.float32))
+    )
+
+
+def test_recursion_ends():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n != 0 and even(n - 1)
+
+    assert fingerprint(even) != fingerprint(odd)
+
+
+def test_what_cannot_be_told_is_refused():
+    class Opaque:
+        __slots__ = ()
+
+    with pytest.raises(SpecError, match=r"holds a .*Opaque.*cannot tell"):
+        fingerprint(Opaque())
+
+
+def test_modules_that_a_function_imports_are_known_by_source(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "deep.py").write_text("VALUE = 1\n")
+    (tmp_path / "mine" / "code.py").write_text("from .deep import VALUE\n")
+    (tmp_path / "mine" / "entry.py").write_text(
+        "def launch():\n    from .code import VALUE\n    return VALUE\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = importlib.util.find_spec("mine.entry")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def now():
+        source_digest.cache_clear()
+        return fingerprint(module.launch)
+
+    before = now()
+    assert now() == before
+    (tmp_path / "mine" / "deep.py").write_text("VALUE = 2\n")  # two imports away
+    after = now()
+    assert after != before
+    assert "mine.code" not in sys.modules  # known without being imported
+
+
+def test_the_same_in_another_process_and_under_another_hash_seed():
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from bridge_kernels import LookUp, Saxpy, Table\n"
+        "from eqxcute._fingerprint import fingerprint\n"
+        "print(fingerprint((Saxpy(2.0), LookUp(Table(None, 3.0)), frozenset('abcdefgh'))))"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**__import__("os").environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
