@@ -5,14 +5,18 @@ Walking a jaxpr needs a few names that JAX does not promise to keep. They all st
 
 import dataclasses
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+
+_HERE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 INDEX: Final = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -62,16 +66,27 @@ _INDEX_AXES: Final = ("b", "ng", "q", "k")
 
 def describe(fn: Callable) -> str:
     """Name, file and line of a user's function, or of its class."""
-    target = inspect.unwrap(fn) if inspect.isroutine(fn) else type(fn)
+    target = _definition(fn)
     name = getattr(target, "__qualname__", repr(fn))
+    code = getattr(target, "__code__", None)
+    if code is not None:
+        return f'`{name}` (File "{code.co_filename}", line {code.co_firstlineno})'
     try:
-        path = inspect.getsourcefile(target)
-        line = target.__code__.co_firstlineno if hasattr(target, "__code__") else None
-        if line is None:
-            line = inspect.getsourcelines(target)[1]
+        line = inspect.getsourcelines(target)[1]
     except (OSError, TypeError):
         return f"`{name}`"
-    return f'`{name}` (File "{path}", line {line})'
+    return f'`{name}` (File "{_source_file(fn)}", line {line})'
+
+
+def _definition(fn: Callable) -> Any:
+    return inspect.unwrap(fn) if inspect.isroutine(fn) else type(fn)
+
+
+def _source_file(fn: Callable) -> str | None:
+    try:
+        return inspect.getsourcefile(_definition(fn))
+    except TypeError:
+        return None
 
 
 def trace_mask(fn: Callable) -> tuple[Program, list[Any]]:
@@ -139,27 +154,30 @@ def _trace(role, fn, call, specs, axes) -> tuple[Program, list[Any]]:
 
 def _needs_concrete(role: str, fn: Callable, error: Exception) -> str:
     """What to write instead of `if q_idx > 3` and of `int(lengths[b])`."""
-    own = _user_line(fn, error)
     return (
-        f"{role} {describe(fn)} asks for the value of an index at trace time{own}. Its arguments "
-        "are traced int32 scalars, one call stands for all positions. Instead of `if`, `and`, "
+        f"{role} {_culprit(fn, error)} asks for the value of an index at trace time. Its arguments "
+        "are traced int32 scalars: one call stands for all positions. Instead of `if`, `and`, "
         "`or` and `not` write jnp.where, `&`, `|` and `~`; instead of int(x) or bool(x) use x "
-        "itself; instead of a list or a numpy array read with an index, capture "
-        "jnp.asarray(...)."
+        "itself; instead of a list or a numpy array read at an index, capture jnp.asarray(...)."
     )
 
 
-def _user_line(fn: Callable, error: Exception) -> str:
-    """The innermost line of the traceback that lies in the user's own file."""
-    target = inspect.unwrap(fn) if inspect.isroutine(fn) else type(fn)
-    try:
-        path = inspect.getsourcefile(target)
-    except TypeError:
-        return ""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    if not frames or not frames[-1].line:
-        return ""
-    return f", at line {frames[-1].lineno}: `{frames[-1].line}`"
+def _culprit(fn: Callable, error: Exception) -> str:
+    """The user's function and line. In a combination of masks it is not `fn` that is at fault
+    but one of its parts, which the traceback knows."""
+    libraries = [os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, np)] + [_HERE]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not any(f.filename.startswith(path) for path in libraries)
+    ]
+    if not frames:
+        return describe(fn)
+    last = frames[-1]
+    line = f"line {last.lineno}" + (f", `{last.line}`" if last.line else "")
+    if last.filename == _source_file(fn):
+        return f"{describe(fn)}, {line},"
+    return f'`{last.name}` (File "{last.filename}", {line})'
 
 
 def _dependences(jaxpr, axes: Sequence[str]) -> str:

@@ -71,7 +71,8 @@ class Plan:
 
 
 def wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    """float32, or `dtype` where that is wider."""
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
 def attend(plan: Plan, operands: Operands) -> Outputs:
