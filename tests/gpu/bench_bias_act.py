@@ -2,6 +2,7 @@
 
     python tests/gpu/bench_bias_act.py            every variant
     python tests/gpu/bench_bias_act.py quick      the settings that users get
+    python tests/gpu/bench_bias_act.py bar        the two shapes of the bar only
 
 needs a GPU. Every contender is checked against plain JAX first. Inputs are standard normal, bias
 float32. Contenders take turns, in random order, `ROUNDS` times; a turn is `CALLS` calls, queued
@@ -35,6 +36,8 @@ SHAPES = [
     (8192, 8191, "bfloat16"),  # odd: no row but every eighth is aligned
     (8192, 8191, "float32"),
 ]
+if "bar" in sys.argv[1:]:
+    SHAPES = SHAPES[:2]
 
 
 def named(config):
@@ -48,29 +51,37 @@ def named(config):
 def forward_configs():
     if QUICK:
         return [FORWARD]
-    found = [Config(threads=t, lines=l) for t in (128, 256, 512) for l in (2, 4, 8)]
-    found += [Config(lines=l, ctas=132 * k) for l in (2, 4) for k in (4, 8, 16, 64)]
-    for load, store in (
-        ("no_allocate", "none"),
-        ("streaming", "streaming"),
-        ("no_allocate", "streaming"),
-    ):
-        found += [Config(lines=l, load=load, store=store) for l in (2, 4)]
+    found = [Config(threads=t, lines=l) for t in (128, 256) for l in (1, 2, 3, 4)]
+    found += [Config(lines=4, ctas=132 * k) for k in (16, 64)]
+    found += [
+        Config(lines=l, load=load, store="streaming")
+        for l in (1, 2, 4)
+        for load in ("none", "no_allocate", "streaming")
+    ]
     return found
 
 
 def backward_configs():
     if QUICK:
         return [BACKWARD]
-    found = [Config(lines=l, ctas=132 * k) for l in (1, 2, 4) for k in (4, 8, 16)]
-    found += [Config(threads=128, lines=l, ctas=132 * k) for l in (2, 4) for k in (8, 16)]
-    found += [Config(threads=512, lines=2, ctas=132 * k) for k in (4, 8)]
-    for load, store in (
-        ("no_allocate", "none"),
-        ("streaming", "streaming"),
-        ("no_allocate", "streaming"),
-    ):
-        found += [Config(lines=2, ctas=1056, load=load, store=store)]
+    found = [
+        Config(threads=t, lines=l, ctas=132 * k)
+        for t, l, ks in (
+            (128, 1, (4, 6, 8)),
+            (128, 2, (4, 6)),
+            (256, 1, (2, 3, 4, 5, 6, 8)),
+            (256, 2, (2, 3, 4)),
+            (256, 4, (2, 3, 8)),
+            (512, 1, (1, 2, 3)),
+            (512, 2, (1, 2)),
+            (1024, 1, (1, 2)),
+        )
+        for k in ks
+    ]
+    found += [
+        Config(lines=1, ctas=528, load=load, store=store)
+        for load, store in (("none", "streaming"), ("streaming", "streaming"))
+    ]
     return found
 
 

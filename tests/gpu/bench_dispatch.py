@@ -18,7 +18,6 @@ from cutlass import Float32
 
 import eqxcute
 
-
 THREADS = 128
 
 

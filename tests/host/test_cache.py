@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from eqxcute import CacheError, CacheWarning, SpecError
-from eqxcute import _cache as cache
+from eqxcute import CacheError, CacheWarning, SpecError, _cache as cache
 from eqxcute._artifact import Artifact, parse
 
 

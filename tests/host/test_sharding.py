@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from bridge_kernels import RowSum, Saxpy
 from eqxcute.layers.bias_act._entry import BiasReLUBackward
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqxcute
 from eqxcute import _primitive, _registry
