@@ -23,6 +23,7 @@ summed in float32, and probabilities are cast to v's dtype before they meet v, a
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -129,7 +130,7 @@ def _forward(plan: Plan, operands: Operands) -> Outputs:
 
 def _tile_softmax(plan, operands, q, k, v, q0, k0) -> _Softmax:
     block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
-    allowed = _allowed(plan, operands.mask, block, q0, k0)
+    allowed = _allowed(plan, operands.mask, block)
 
     def compute(q, k, v):
         s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
@@ -210,7 +211,6 @@ def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
     tile_q, tile_k = plan.tiles
     kv = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
 
-    @jax.checkpoint
     def queries(xs):
         q, lse, q0 = xs
 
@@ -232,7 +232,7 @@ def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
 
 def _tile_sums(plan, operands, q, k, v, lse, q0, k0) -> _Sums:
     block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
-    allowed = _allowed(plan, operands.mask, block, q0, k0)
+    allowed = _allowed(plan, operands.mask, block)
 
     def compute(q, k, v, lse, captured):
         s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
@@ -262,28 +262,30 @@ def _widen(x: Any) -> Any:
 
 
 def _block(plan: Plan, tile_q: int, tile_k: int, q0, k0) -> Block:
-    """Indices of a tile. Those of padding repeat the last entry, so that no function sees an
-    index past the end."""
+    """Indices of a tile. Those of padding lie past the end; `_allowed` masks them."""
     heads = jnp.arange(plan.kv_heads * plan.group, dtype=jnp.int32)
-    q = q0 + jnp.arange(tile_q, dtype=jnp.int32)
-    k = k0 + jnp.arange(tile_k, dtype=jnp.int32)
     return Block(
         jnp.arange(plan.batch, dtype=jnp.int32),
         heads.reshape(plan.kv_heads, plan.group),
-        jnp.minimum(q, plan.q_len - 1) if plan.q_len % tile_q else q,
-        jnp.minimum(k, plan.kv_len - 1) if plan.kv_len % tile_k else k,
+        q0 + jnp.arange(tile_q, dtype=jnp.int32),
+        k0 + jnp.arange(tile_k, dtype=jnp.int32),
     )
 
 
-def _allowed(plan: Plan, captured: Sequence[Any], block: Block, q0, k0) -> jax.Array | None:
-    """Which pairs count, axes b n g q k (size 1 where it does not vary); None for all."""
-    allowed = None if plan.mask is None else mask_block(plan.mask, captured, block)
-    tile_k = block.k.shape[0]
-    if plan.kv_len % tile_k:
-        real = k0 + jnp.arange(tile_k, dtype=jnp.int32) < plan.kv_len
-        real = real.reshape(1, 1, 1, 1, tile_k)
-        allowed = real if allowed is None else allowed & real
-    return allowed
+def _allowed(plan: Plan, captured: Sequence[Any], block: Block) -> jax.Array | None:
+    """Which pairs count, axes b n g q k (size 1 where it does not vary); None for all.
+
+    Padded queries count for nothing either: their scores may be anything, and in the backward
+    pass 0 times infinity would reach the keys.
+    """
+    parts = []
+    if plan.mask is not None:
+        parts.append(mask_block(plan.mask, captured, block))
+    if plan.q_len % block.q.shape[0]:
+        parts.append((block.q < plan.q_len).reshape(1, 1, 1, -1, 1))
+    if plan.kv_len % block.k.shape[0]:
+        parts.append((block.k < plan.kv_len).reshape(1, 1, 1, 1, -1))
+    return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
 def _unless_empty(plan: Plan, allowed: Any, empty: Callable, compute: Callable, *args: Any) -> Any:
