@@ -211,6 +211,8 @@ def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
     tile_q, tile_k = plan.tiles
     kv = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
 
+    # The outer checkpoint is for second derivatives, which would keep something of every tile.
+    @jax.checkpoint
     def queries(xs):
         q, lse, q0 = xs
 
