@@ -52,7 +52,7 @@ def architecture(name: str):
 
     ```python
     with eqxcute.architecture("sm_90a"):
-        exported = jax.export.export(jax.jit(f), platforms=["cuda"])(x)
+        text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     ```
 
     **Arguments:**

@@ -9,6 +9,7 @@ import contextlib
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,14 @@ def _write(folder: Path, artifact: Artifact) -> None:
 
 def _prune(folder: Path, limit: float) -> None:
     """Removes the entries that were used longest ago, until the rest is within the limit."""
+    for path in [
+        *folder.glob(".new-*"),
+        *folder.glob("*.lock"),
+    ]:  # left by processes that were killed
+        with contextlib.suppress(FileNotFoundError):
+            orphan = path.name.startswith(".new-") or not path.with_suffix(".kernel").exists()
+            if orphan and time.time() - path.stat().st_mtime > 24 * 3600:
+                path.unlink()
     entries = []
     for path in folder.glob("*.kernel"):
         with contextlib.suppress(FileNotFoundError):  # another process prunes too

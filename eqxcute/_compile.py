@@ -8,10 +8,13 @@ import json
 import platform
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from . import _config, _fingerprint
+import jax
+
+from . import _arch, _config, _fingerprint, _libraries
 from ._artifact import Artifact
 from ._errors import ArchitectureError, CompileError, CompileTimeout, SpecError
 from ._kernel import attributes_of, replace_fields
@@ -42,9 +45,10 @@ def key_of(found: View, plan: Plan, architecture: str) -> str:
             array.order,
         ]
 
+    own = _fingerprint.own_roots(found.kernel)
     parts = {
-        "kernel": _fingerprint.fingerprint(replace_fields(found.kernel, attributes)),
-        "arguments": _fingerprint.fingerprint(found.arguments),
+        "kernel": _fingerprint.fingerprint(replace_fields(found.kernel, attributes), own),
+        "arguments": _fingerprint.structure_fingerprint(found.arguments, own),
         "arrays": [
             [dims(a) for a in arrays] for arrays in (plan.inputs, plan.outputs, plan.workspace)
         ],
@@ -53,7 +57,7 @@ def key_of(found: View, plan: Plan, architecture: str) -> str:
         "architecture": architecture,
         "compiler": compiler(),
         "host": platform.machine(),
-        "bridge": _fingerprint.source_digest("eqxcute._launcher"),
+        "bridge": _libraries.bridge_digest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -92,12 +96,20 @@ def build(found: View, plan: Plan, symbol: str, architecture: str, *, inspect: b
                 f"`{found.name}` needs the CuTe DSL to compile, which does not import here ({error}). It has wheels for "
                 "Linux: `pip install nvidia-cutlass-dsl`."
             ) from error
+        if any(thread.is_alive() for thread in _abandoned):
+            raise CompileError(
+                f"`{found.name}` cannot be compiled: a trace that ran out of time has not stopped, and CuTe compiles one kernel at "
+                "a time. Restart the process."
+            )
         _compiles += 1
 
+        x64 = jax.config.jax_enable_x64  # JAX keeps its settings by thread
+
         def work(traced):
-            return _launcher.build(
-                found, plan, symbol, architecture, inspect=inspect, before_passes=traced
-            )
+            with _arch.architecture(architecture), jax.enable_x64(x64):
+                return _launcher.build(
+                    found, plan, symbol, architecture, inspect=inspect, before_passes=traced
+                )
 
         try:
             return within(_config.compile_timeout(), found.name, work)
@@ -142,6 +154,8 @@ def within(seconds: float | None, name: str, work: Callable[[Callable[[], None]]
         raise
     if not in_time:
         _stop(worker)
+    if not in_time and worker.is_alive():
+        _abandoned.append(worker)
     if not in_time and not result:
         raise CompileTimeout(
             f"`{name}` was still being traced after {seconds:g} s. A Python loop over a run-time tensor or size never ends: "
@@ -152,10 +166,16 @@ def within(seconds: float | None, name: str, work: Callable[[Callable[[], None]]
     return result[0]
 
 
+_STOP_SECONDS = 10.0  # a trace that waits longer, for a lock say, is left behind
+
+# Threads that did not stop. The compiler is theirs until they do.
+_abandoned: list[threading.Thread] = []
+
+
 def _stop(worker: threading.Thread) -> None:
-    """Raises `_Stop` in a thread until it has ended: a first one may be caught on its way."""
-    while worker.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(worker.ident), ctypes.py_object(_Stop)
-        )
-        worker.join(1.0)
+    """Raises `_Stop` in a thread until it has ended: a first one may be caught on its way, and none arrives in C."""
+    thread = ctypes.c_ulong(worker.ident or 0)
+    end = time.monotonic() + _STOP_SECONDS
+    while worker.is_alive() and time.monotonic() < end:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stop))
+        worker.join(0.2)

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from . import _kernel, _sharding
 from ._errors import SpecError, sizes
 from ._kernel import brings
-from ._primitive import Call, kernel_p, map_sizes, mapped, pack, reference, unpack, view_of
+from ._primitive import Call, kernel_p, kinds, map_sizes, mapped, pack, reference, unpack, view_of
 
 
 def _is_float(x) -> bool:
@@ -75,6 +75,7 @@ class Linear:
     residuals: Any
     rest: Any
     statics: tuple
+    kinds: tuple  # as of `Call`
     arguments: Any
     outputs: tuple[bool, ...]  # which outputs of the kernel are floats
     shapes: tuple  # (shape, dtype) of those, without the added axes
@@ -111,7 +112,7 @@ def _own_jvp(found, primals, tangents, call: Call):
         arrays, rest = eqx.partition((kernel, given), _kernel.is_array)
         leaves, trees["arrays"] = jax.tree.flatten(arrays)
         statics, trees["rest"] = jax.tree.flatten(rest)
-        trees["statics"] = tuple(statics)
+        trees["statics"], trees["kinds"] = tuple(statics), kinds((kernel, given))
         return leaves
 
     flags = [(*flags, *[True] * len(outputs)) for flags in call.maps]
@@ -132,6 +133,7 @@ def _own_jvp(found, primals, tangents, call: Call):
         trees["arrays"],
         trees["rest"],
         trees["statics"],
+        trees["kinds"],
         floats,
         tuple(_is_float(out) for out in outputs),
         tuple((out.shape, np.dtype(out.dtype)) for out in found.outputs if _is_float(out)),
@@ -176,6 +178,11 @@ def _tangent(params: Linear, *operands) -> list:
             raise NotImplementedError(
                 f"`{params.name}` has `vjp`, which gives reverse mode only. Forward mode needs `jvp` or `reference`."
             )
+        if brings(kernel, "residuals") and not brings(kernel, "jvp"):
+            raise NotImplementedError(
+                f"`{params.name}` brings `residuals` and no `jvp`, so it has reverse mode only: the reference's `jvp` needs "
+                "all arguments. Define `jvp` on what `residuals` keeps."
+            )
         given = unpack(kernel.jvp(residuals, tangents))
         if len(given) != len(params.outputs):
             raise SpecError(
@@ -200,14 +207,15 @@ def _fits(params: Linear, method: str, what: str, value, shape, dtype):
     return jax.lax.convert_element_type(value, dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _eager(params: Linear):
     return jax.jit(functools.partial(tangent_p.bind, params=params))
 
 
 @tangent_p.def_impl
 def _impl(*operands, params: Linear):
-    return _eager(params)(*operands)
+    with jax.disable_jit(False):
+        return _eager(params)(*operands)
 
 
 @tangent_p.def_abstract_eval

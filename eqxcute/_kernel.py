@@ -306,6 +306,8 @@ def _check_static(kernel: Kernel, name: str, value: Any) -> None:
                 f"part of the compile key. Make `{name}` an ordinary field (`{name}: Array`), which is passed to the "
                 "kernel, or a tuple of numbers, which is compiled in."
             )
+    for leaf in jax.tree.leaves(value):
+        _check_closure(kernel, name, leaf)
     try:
         hash(value)
     except TypeError as error:
@@ -314,6 +316,22 @@ def _check_static(kernel: Kernel, name: str, value: Any) -> None:
             f"({error}). A static field is part of the compile key: give a tuple for a list, a tuple of pairs or a "
             "frozen dataclass for a dict."
         ) from None
+
+
+def _check_closure(kernel: Kernel, name: str, value: Any) -> None:
+    cells = getattr(value, "__closure__", None) or ()
+    if any(isinstance(c.cell_contents, jax.core.Tracer) for c in cells if _is_filled(c)):
+        raise SpecError(
+            f"`{name_of(kernel)}`: the function in the static field `{name}` closes over a value that JAX is tracing. Make the "
+            "function an Equinox module with that value as a field, in an ordinary field of the kernel."
+        )
+
+
+def _is_filled(cell) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 _ATTRIBUTE_TYPES = {
@@ -329,8 +347,11 @@ def _typed(value: Any, dtype: str) -> np.generic:
     if dtype == "by value":
         if isinstance(value, np.generic):
             return value
-        dtype = {bool: "bool", int: "int32", float: "float32"}[type(value)]
-    return _ATTRIBUTE_TYPES[dtype](value)
+        dtype = (
+            "bool" if isinstance(value, bool) else "int32" if isinstance(value, int) else "float32"
+        )
+    with np.errstate(over="ignore"):
+        return _ATTRIBUTE_TYPES[dtype](value)
 
 
 def _check_attribute(kernel: Kernel, name: str, value: Any) -> None:
@@ -342,10 +363,14 @@ def _check_attribute(kernel: Kernel, name: str, value: Any) -> None:
     dtype = next(f.metadata[_ATTRIBUTE] for f in dataclasses.fields(kernel) if f.name == name)
     try:
         typed = _typed(value, dtype)
-    except OverflowError:
+    except (OverflowError, ValueError):
         typed = None
-    if typed is None or (isinstance(typed, (np.integer, np.bool_)) and typed != value):
+    if isinstance(typed, np.floating):
+        fits = bool(np.isfinite(typed)) or not np.isfinite(value)
+    else:
+        fits = typed is not None and typed == value
+    if not fits:
         raise SpecError(
             f"`{name_of(kernel)}`: the attribute `{name}` is {value!r}, which does not fit "
-            f'{"int32" if dtype == "by value" else dtype}. Declare it `eqxcute.attribute(dtype="int64")` or `"float32"`.'
+            f'{"32 bits" if dtype == "by value" else dtype}. Declare it `eqxcute.attribute(dtype="int64")` or `"float64"`.'
         )

@@ -19,7 +19,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from . import _dtypes
 from ._kernel import attributes_of, replace_fields
-from ._primitive import Array, Plan, Size, View
+from ._primitive import Array, Plan, Size, View, is_struct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +58,12 @@ class Entry:
         inputs = take(self.plan.inputs)
         del values[: len(self.plan.initial)]  # the same buffers as the outputs they start
         outputs, scratch = take(self.plan.outputs), take(self.plan.workspace)
-        arrays, rest = eqx.partition((self.found.kernel, self.found.arguments), _is_struct)
+        arrays, rest = eqx.partition((self.found.kernel, self.found.arguments), is_struct)
         kernel, arguments = eqx.combine(
             jax.tree.unflatten(jax.tree.structure(arrays), inputs), rest
         )
         kernel = replace_fields(kernel, dict(zip(attributes_of(kernel), values, strict=True)))
         type(kernel).launch(kernel, stream, *arguments, *outputs, *scratch)
-
-
-def _is_struct(leaf) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _reviewed(tensor, array: Array):

@@ -35,7 +35,7 @@ class Call:
     arrays: Any  # the tree of (kernel, arguments), its arrays being leaves
     rest: Any  # the same tree, its leaves being all the others
     statics: tuple
-    kinds: tuple[str, ...]  # 1, 1.0 and True are equal, but not the same kernel
+    kinds: tuple  # 1, 1.0 and True are equal, and 0.0 and -0.0, but not the same kernel
     maps: tuple[tuple[bool, ...], ...] = ()
 
     def restore(self, operands: Sequence) -> tuple[Kernel, tuple]:
@@ -53,8 +53,20 @@ def flatten(kernel: Kernel, arguments: tuple) -> tuple[list, Call]:
     arrays, rest = eqx.partition((kernel, arguments), _kernel.is_array)
     operands, array_tree = jax.tree.flatten(arrays)
     statics, rest_tree = jax.tree.flatten(rest)
-    kinds = tuple(type(getattr(kernel, f.name)).__name__ for f in dataclasses.fields(kernel))
-    return operands, Call(array_tree, rest_tree, tuple(statics), kinds)
+    return operands, Call(array_tree, rest_tree, tuple(statics), kinds((kernel, arguments)))
+
+
+def kinds(tree) -> tuple:
+    """The types, and the signs of floats, of all that is static in a tree: what `==` does not tell apart."""
+    if isinstance(tree, dict):
+        return ("dict", *((kinds(key), kinds(value)) for key, value in tree.items()))
+    if isinstance(tree, (tuple, list)):
+        return (type(tree), *map(kinds, tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return (type(tree), *(kinds(getattr(tree, f.name, None)) for f in dataclasses.fields(tree)))
+    if isinstance(tree, float):
+        return type(tree), math.copysign(1.0, tree)
+    return (type(tree),) if not _kernel.is_array(tree) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +87,10 @@ class View:
         return name_of(self.kernel)
 
 
-@functools.lru_cache(maxsize=4096)
-def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple) -> View:
-    """Checks a call. Raises `SpecError` or `DtypeError`, naming the argument."""
+@functools.lru_cache(maxsize=256)
+def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple, x64: bool) -> View:
+    """Checks a call. Raises `SpecError` or `DtypeError`, naming the argument. `x64` is JAX's setting, which dtypes obey."""
+    del x64
     structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     kernel, arguments = call.restore(structs)
     name, signature = name_of(kernel), _kernel.signature_of(kernel)
@@ -86,7 +99,7 @@ def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple) -> View
         _signature.Leaf(
             _signature.describe_path("self", path), _signature.Spec((), free=True), leaf.shape
         )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(kernel, _is_struct))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(kernel, is_struct))
     ]
     binding = _signature.bind(name, signature, names, arguments, _kernel.static_sizes(kernel))
     operands = (*own, *binding.leaves)
@@ -101,12 +114,34 @@ def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple) -> View
     )
     for output, out in zip(output_names, outputs, strict=True):
         _dtypes.check(name, output, out.dtype)
-    workspace = tuple(kernel.workspace(*arguments))
+    workspace = _workspace(kernel, arguments)
+    _check_option(kernel, "dtypes", names)
+    _check_option(kernel, "layouts", [leaf.name for leaf in operands] + [*output_names])
+    _check_option(kernel, "sums", output_names)
     return View(kernel, arguments, operands, len(own), binding, outputs, output_names, workspace)
 
 
-def _is_struct(leaf) -> bool:
+def is_struct(leaf) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _check_option(kernel: Kernel, option: str, names: Sequence[str]) -> None:
+    for name in getattr(type(kernel), option):
+        if name not in names:
+            raise SpecError(
+                f"`{name_of(kernel)}.{option}`: {name!r} names no array of this call; there are {', '.join(map(repr, names))}."
+            )
+
+
+def _workspace(kernel: Kernel, arguments: tuple) -> tuple[jax.ShapeDtypeStruct, ...]:
+    given = unpack(kernel.workspace(*arguments))
+    for i, scratch in enumerate(given):
+        if not is_struct(scratch):
+            raise SpecError(
+                f"`{name_of(kernel)}.workspace` must return `jax.ShapeDtypeStruct`s, got {type(scratch).__name__}."
+            )
+        _dtypes.check(name_of(kernel), f"workspace {i}", scratch.dtype)
+    return given
 
 
 def _output_dtypes(kernel: Kernel, arguments: tuple, signature: _signature.Signature) -> tuple:
@@ -118,7 +153,10 @@ def _output_dtypes(kernel: Kernel, arguments: tuple, signature: _signature.Signa
             f"`{name_of(kernel)}.out_dtypes` returned {len(dtypes)} dtypes, but the signature {signature.text!r} has "
             f"{len(signature.outputs)} outputs."
         )
-    return tuple(jax.dtypes.canonicalize_dtype(dtype) for dtype in dtypes)
+    try:
+        return tuple(jax.dtypes.canonicalize_dtype(dtype) for dtype in dtypes)
+    except TypeError as error:
+        raise SpecError(f"`{name_of(kernel)}.out_dtypes` returned {dtypes}: {error}") from None
 
 
 def view_of(call: Call, avals: Sequence) -> View:
@@ -126,7 +164,8 @@ def view_of(call: Call, avals: Sequence) -> View:
     shapes = [tuple(a.shape) for a in avals]
     for flags in reversed(call.maps):
         shapes = [s[1:] if flag else s for s, flag in zip(shapes, flags, strict=True)]
-    return view(dataclasses.replace(call, maps=()), tuple(shapes), tuple(a.dtype for a in avals))
+    base, dtypes = dataclasses.replace(call, maps=()), tuple(a.dtype for a in avals)
+    return view(base, tuple(shapes), dtypes, jax.config.jax_enable_x64)
 
 
 def map_sizes(call: Call, avals: Sequence) -> tuple[int, ...]:
@@ -235,14 +274,15 @@ kernel_p = jax.extend.core.Primitive("eqxcute_kernel")
 kernel_p.multiple_results = True
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _eager(call: Call):
     return jax.jit(functools.partial(kernel_p.bind, call=call))
 
 
 @kernel_p.def_impl
 def _impl(*operands, call: Call):
-    return _eager(call)(*operands)
+    with jax.disable_jit(False):  # which would end up here again
+        return _eager(call)(*operands)
 
 
 @functools.lru_cache(maxsize=1)
@@ -300,6 +340,10 @@ def launch(call: Call, *operands) -> list:
         return _launch_each(call, operands)
     avals = [jax.typeof(operand) for operand in operands]
     found = view_of(call, avals)
+    if not brings(found.kernel, "launch"):
+        raise BackendError(
+            f"`{found.name}` has no `launch`, so it does not run on CUDA. Define it."
+        )
     if not type(found.kernel).side_effect and all(out.size == 0 for out in found.outputs):
         return [jnp.zeros(out.shape, out.dtype) for out in found.outputs]
     from . import _registry  # here, since it leads to jax-tvm-ffi, which other platforms do without
@@ -432,8 +476,9 @@ class _Symbols:
         rest = shape[len(lead) :]
         return lead + tuple(
             Size(size)
-            if dim.name is None or dim.name in self.static
-            else self.named(dim.name, self.multiples[dim.name])
+            if (dim.name is None or dim.name in self.static)
+            and size > 0  # CuTe has no static dim of 0
+            else self.named(dim.name or "0", self.multiples.get(dim.name or "", 1))
             for dim, size in zip(spec.dims, rest, strict=True)
         )
 
@@ -447,6 +492,11 @@ def plan_of(found: View) -> Plan:
     def array(name, spec, shape, dtype):
         shape = _signature.folded(spec, shape)
         for size in shape:
+            if not isinstance(size, int):
+                raise SpecError(
+                    f"`{found.name}`: `{name}` has the symbolic size {size}. For CUDA a kernel is exported with numbers for "
+                    "sizes; export it once a size."
+                )
             if size > LARGEST:
                 raise SpecError(
                     f"`{found.name}`: `{name}` has a dim of {size} as the kernel sees it, {sizes(shape)}; a dim is at most "
@@ -456,7 +506,7 @@ def plan_of(found: View) -> Plan:
             name, np.dtype(dtype), shape, symbols.of(spec, shape), _order(found, name, len(shape))
         )
 
-    structs = jax.tree.leaves(eqx.filter((found.kernel, found.arguments), _is_struct))
+    structs = jax.tree.leaves(eqx.filter((found.kernel, found.arguments), is_struct))
     inputs = tuple(
         array(leaf.name, leaf.spec, leaf.shape, struct.dtype)
         for leaf, struct in zip(found.operands, structs, strict=True)
@@ -473,12 +523,14 @@ def plan_of(found: View) -> Plan:
         for i, scratch in enumerate(found.workspace)
     )
     initial = tuple(
-        (_find(found, key, outputs, "initial"), value)
+        _initial(found, _find(found, key, outputs, "initial"), outputs, value)
         for key, value in type(found.kernel).initial.items()
     )
+    absent = _absent(found)
     aliases = {
         _find(found, i, inputs, "aliases"): _find(found, o, outputs, "aliases")
         for i, o in type(found.kernel).aliases.items()
+        if i not in absent
     }
     for i, o in aliases.items():
         _check_alias(found, inputs[i], outputs[o])
@@ -488,6 +540,32 @@ def plan_of(found: View) -> Plan:
             f"`{found.name}`: two entries of `aliases` and `initial` name the same output."
         )
     return Plan(inputs, outputs, workspace, tuple(aliases.items()), initial)
+
+
+def _initial(found: View, i: int, outputs: Sequence[Array], value) -> tuple[int, float]:
+    dtype = outputs[i].dtype
+    if not (
+        dtype.kind == "f"
+        or jnp.issubdtype(dtype, jnp.floating)
+        or np.array(value).astype(dtype) == value
+    ):
+        raise SpecError(
+            f"`{found.name}.initial`: `{outputs[i].name}` is {dtype}, which does not hold {value}."
+        )
+    return i, value
+
+
+def _absent(found: View) -> set[str]:
+    """Paths of the arguments' leaves that are None in this call."""
+    names, _ = _kernel.names_of(found.kernel)
+    return {
+        _signature.describe_path(name, path)
+        for name, argument in zip(names, found.arguments, strict=True)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            argument, is_leaf=lambda leaf: leaf is None
+        )
+        if leaf is None
+    }
 
 
 def _order(found: View, name: str, rank: int) -> tuple[int, ...]:

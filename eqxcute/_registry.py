@@ -1,6 +1,7 @@
 """Named FFI targets. A kernel is registered once a process, under a name that is its content."""
 
 import importlib.metadata
+import re
 import threading
 
 from . import _arch, _artifact, _cache, _compile
@@ -20,11 +21,11 @@ def target(found: View, plan: Plan) -> str:
 
     Two threads that need the same kernel compile it once.
     """
+    _check_pair()
     architecture = _arch.current()
     key = _compile.key_of(found, plan, architecture)
     with _lock:
         if key not in _targets:
-            _check_pair()
             _check_slots(found)
             artifact = _cache.fetch(key, lambda: _compile.compile(found, plan, key, architecture))
             _targets[key] = _register(artifact, found)
@@ -51,16 +52,22 @@ def _version(package: str) -> tuple[int, ...] | None:
         text = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def _check_pair() -> None:
-    """jax and jax-tvm-ffi each know a version of XLA's FFI; a handler that is newer than jax is lost without a word."""
-    jax, bridge = _version("jax"), _version("jax-tvm-ffi")
-    if bridge is None:
-        raise BackendError(
-            "Kernels reach CUDA through jax-tvm-ffi, which is not installed here: `pip install jax-tvm-ffi` (Linux only)."
-        )
+    """What a kernel needs to reach CUDA.
+
+    jax and jax-tvm-ffi each know a version of XLA's FFI; a handler that is newer than jax is lost without a word."""
+    for package, purpose in (
+        ("nvidia-cutlass-dsl", "are compiled by"),
+        ("jax-tvm-ffi", "reach CUDA through"),
+    ):
+        if _version(package) is None:
+            raise BackendError(
+                f"Kernels {purpose} {package}, which is not installed here: `pip install {package}` (it has wheels for Linux)."
+            )
+    jax, bridge = _version("jax") or (), _version("jax-tvm-ffi") or ()
     if bridge >= (0, 1, 3) and jax < (0, 9, 1):
         have = ".".join(map(str, jax))
         raise BackendError(

@@ -62,11 +62,8 @@ def compile_only(kernel: Kernel, *arguments: Any, architecture: str = "sm_90a") 
 
 def _analyse(kernel: Kernel, arguments: tuple) -> tuple[View, Plan, list]:
     def as_array(leaf):
-        return (
-            np.zeros(leaf.shape, leaf.dtype)
-            if isinstance(leaf, jax.ShapeDtypeStruct)
-            else np.asarray(leaf)
-        )
+        is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        return np.zeros(leaf.shape, leaf.dtype) if is_struct else np.asarray(jnp.asarray(leaf))
 
     operands, call = flatten(kernel, jax.tree.map(as_array, arguments))
     found = view_of(call, operands)
@@ -194,6 +191,8 @@ def _leaf_as_accurate(actual, oracle, peer, slack: float, ulps: float) -> None:
         return
     error = np.zeros(want.shape)
     error[finite] = np.abs(got[finite] - want[finite])
+    if not np.isfinite(other[finite]).all():
+        raise AssertionError("The peer is not finite where the oracle is: it would allow anything.")
     peer_error = np.abs(other[finite] - want[finite]).max()
     floor = ulps * eps * np.abs(want[finite]).max()
     allowed = slack * peer_error + floor

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import bridge_cases
@@ -314,6 +315,68 @@ def test_a_runaway_trace_ends_and_the_next_kernel_compiles(monkeypatch):
     assert len(failures) == 1
 
 
+class Sleepy(eqxcute.Kernel):
+    """Waits in C, where no exception arrives."""
+
+    signature = "n -> n"
+
+    def launch(self, stream, x, out):
+        time.sleep(4)
+
+
+def test_a_trace_that_does_not_stop_is_left_behind(monkeypatch):
+    from eqxcute import _compile
+
+    monkeypatch.setattr(_compile, "_STOP_SECONDS", 0.5)
+    monkeypatch.setenv("EQXCUTE_COMPILE_TIMEOUT", "0.5")
+    with pytest.raises(CompileTimeout, match="`Sleepy`"):
+        lowered(Sleepy(), X)
+    monkeypatch.delenv("EQXCUTE_COMPILE_TIMEOUT")
+    with pytest.raises(eqxcute.CompileError, match=r"has not stopped.*Restart"):
+        lowered(Saxpy(51.0), X, X)
+    for thread in _compile._abandoned:
+        thread.join()
+    assert compiles(lambda: lowered(Saxpy(51.0), X, X)) == 1
+
+
+def test_no_launch_is_named():
+    class Bare(eqxcute.Kernel):
+        signature = "n -> n"
+
+        def reference(self, x):
+            return x
+
+    with pytest.raises(eqxcute.BackendError, match="`Bare` has no `launch`"):
+        lowered(Bare(), X)
+
+
+def test_a_baked_in_size_of_zero():
+    assert testing.interpret(RowSum(), jnp.ones((3, 0))).tolist() == [0, 0, 0]
+
+
+def test_symbolic_sizes_for_cuda_are_refused():
+    (n,) = jax.export.symbolic_shape("n")
+    with pytest.raises(eqxcute.SpecError, match=r"`x` has the symbolic size n.*once a size"):
+        lowered(Saxpy(2.0), *[jax.ShapeDtypeStruct((n,), jnp.float32)] * 2)
+
+
+def test_an_initial_value_that_does_not_fit_is_refused():
+    class Odd(bridge_kernels.Histogram):
+        initial = {"counts": 0.5}
+
+    with pytest.raises(eqxcute.SpecError, match=r"`counts` is int32, which does not hold 0\.5"):
+        lowered(Odd(5), jnp.arange(3))
+
+
+def test_an_alias_of_an_argument_that_is_none_does_nothing():
+    class Optional(bridge_kernels.Accumulate):
+        aliases = {"state.m": "out", "state.v": "out"}
+
+    lowered(Optional(), bridge_kernels.State(X, None), X)
+    with pytest.raises(eqxcute.SpecError, match="name the same output"):
+        lowered(Optional(), bridge_kernels.State(X, X), X)
+
+
 class Broken(eqxcute.Kernel):
     signature = "n -> n"
 
@@ -393,7 +456,7 @@ def test_side_effects_are_kept():
 def test_pairs_of_jax_and_jax_tvm_ffi_that_cannot_work_are_refused(monkeypatch):
     from eqxcute import _registry
 
-    versions = {"jax": (0, 8, 2), "jax-tvm-ffi": (0, 1, 3)}
+    versions = {"nvidia-cutlass-dsl": (4, 8, 1), "jax": (0, 8, 2), "jax-tvm-ffi": (0, 1, 3)}
     monkeypatch.setattr(_registry, "_version", versions.get)
     with pytest.raises(
         eqxcute.BackendError, match=r"jax 0.8.2 .*jax-tvm-ffi 0.1.3.*jax-tvm-ffi==0.1.2"
@@ -405,6 +468,9 @@ def test_pairs_of_jax_and_jax_tvm_ffi_that_cannot_work_are_refused(monkeypatch):
     versions["jax-tvm-ffi"] = None
     with pytest.raises(eqxcute.BackendError, match="pip install jax-tvm-ffi"):
         _registry._check_pair()
+    versions["nvidia-cutlass-dsl"] = None
+    with pytest.raises(eqxcute.BackendError, match="pip install nvidia-cutlass-dsl"):
+        lowered(Saxpy(50.0), X, X)
 
 
 # Other processes.

@@ -1,9 +1,12 @@
 """The compile key's view of code: equal for what compiles to the same, other for what does not."""
 
+import collections
 import dataclasses
 import enum
 import functools
+import importlib
 import importlib.util
+import operator
 import subprocess
 import sys
 import textwrap
@@ -16,7 +19,8 @@ import numpy as np
 import pytest
 
 from eqxcute import SpecError
-from eqxcute._fingerprint import fingerprint, source_digest
+from eqxcute._fingerprint import fingerprint, structure_fingerprint
+from eqxcute._libraries import source_digest
 
 OFFSET = 1
 
@@ -102,6 +106,181 @@ def test_values():
     )
 
 
+def wrap(function, sign):
+    @functools.wraps(function)
+    def wrapped(x):
+        return sign * function(x)
+
+    return wrapped
+
+
+def test_a_wrapper_is_not_what_it_wraps():
+    """`functools.wraps` makes them look alike: name, module and `__wrapped__` are those of the wrapped function."""
+    functions = [
+        helper,
+        wrap(helper, 1),
+        wrap(helper, -1),
+        jax.grad(helper),
+        jax.vmap(helper),
+        jax.jit(helper),
+    ]
+    assert len({fingerprint(f) for f in functions}) == len(functions)
+    assert fingerprint(jax.grad(helper)) == fingerprint(jax.grad(helper))
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self, by):
+        self.by = by
+
+
+def test_objects_are_what_they_hold():
+    for make_one in (
+        Scale,
+        Slotted,
+        lambda by: make(Scale(by)),
+        lambda by: types.SimpleNamespace(by=by),
+        lambda by: np.vectorize(make(by)),
+        lambda by: functools.partial(make, by),
+        lambda by: operator.itemgetter(by),
+        lambda by: slice(0, by),
+        lambda by: range(by),
+    ):
+        assert fingerprint(make_one(2)) == fingerprint(make_one(2))
+        assert fingerprint(make_one(2)) != fingerprint(make_one(3))
+
+
+def test_descriptors_are_what_they_do():
+    def cls(value):
+        class K:
+            @functools.cached_property
+            def a(self):
+                return value
+
+            b = functools.partialmethod(make, value)
+
+            @property
+            def c(self):
+                return value
+
+            @classmethod
+            def d(cls):
+                return value
+
+        return K
+
+    assert fingerprint(cls(1)) == fingerprint(cls(1))
+    assert fingerprint(cls(1)) != fingerprint(cls(2))
+
+
+def test_fields_of_named_tuples_and_values_of_enums_count():
+    one = collections.namedtuple("State", "a b")
+    other = collections.namedtuple("State", "b a")
+    assert fingerprint(one(1, 2)) != fingerprint(other(1, 2))
+    assert structure_fingerprint(one(1, 2)) != structure_fingerprint(other(1, 2))
+    first = enum.Enum("Mode", {"SCALE": 2.0}, module=__name__)
+    second = enum.Enum("Mode", {"SCALE": 9.0}, module=__name__)
+    assert fingerprint(first.SCALE) != fingerprint(second.SCALE)
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    def __init__(self, child, kind):
+        self.child, self.kind = child, kind
+
+    def tree_flatten(self):
+        return (self.child,), self.kind
+
+    @classmethod
+    def tree_unflatten(cls, kind, children):
+        return cls(*children, kind)
+
+
+def test_the_structure_of_arguments_counts():
+    trees = [
+        Node(1, "a"),
+        Node(1, "b"),
+        Node((1,), "a"),
+        (1,),
+        [1],
+        {"a": 1},
+        {"b": 1},
+        (1, None),
+        (None, 1),
+        Mask(1, 2),
+        Mask(2, 2),
+    ]
+    assert len({structure_fingerprint(tree) for tree in trees}) == len(trees)
+    assert structure_fingerprint(Node(1, "a")) == structure_fingerprint(Node(2, "a"))
+
+
+def test_every_use_of_a_module_counts(monkeypatch):
+    """Two methods use two functions of one module; either may change."""
+    module = types.ModuleType("mine")
+    exec("def foo(x): return x\ndef bar(x): return x\ndef baz(x): return x", module.__dict__)
+
+    class K:
+        def a(self, x):
+            return module.foo(x)
+
+        def b(self, x):
+            return module.bar(x)
+
+    before = fingerprint(K)
+    for name, seen in (("foo", True), ("bar", True), ("baz", False)):
+        space = {}
+        exec(f"def {name}(x): return x + 1", space)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, space[name])
+            assert (fingerprint(K) != before) == seen, name
+
+
+kernel = [0]  # a global that has the name of an attribute
+
+
+def test_a_global_counts_only_if_it_is_looked_up(monkeypatch):
+    def uses_attribute(self):
+        return self.kernel
+
+    before = fingerprint(uses_attribute)
+    monkeypatch.setitem(globals(), "kernel", [1])
+    assert fingerprint(uses_attribute) == before
+
+
+def test_installed_packages_are_walked_if_the_kernel_is_theirs_and_versioned_if_not(
+    tmp_path, monkeypatch
+):
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def installed(factor):
+        (site / "theirs.py").write_text(f"FACTOR = {factor}\n\ndef f(x):\n    return x * FACTOR\n")
+        sys.modules.pop("theirs", None)
+        importlib.invalidate_caches()
+        return importlib.import_module("theirs").f
+
+    one, other = (fingerprint(installed(factor), own=["theirs"]) for factor in (2.0, 5.25))
+    assert one != other
+
+
+def test_a_traced_value_is_refused():
+    def trace(x):
+        fingerprint(make(x))
+
+    with pytest.raises(SpecError, match="holds a value that JAX is tracing"):
+        jax.make_jaxpr(trace)(1.0)
+
+
 def test_recursion_ends():
     def even(n):
         return n == 0 or odd(n - 1)
@@ -113,11 +292,8 @@ def test_recursion_ends():
 
 
 def test_what_cannot_be_told_is_refused():
-    class Opaque:
-        __slots__ = ()
-
-    with pytest.raises(SpecError, match=r"holds a .*Opaque.*cannot tell"):
-        fingerprint(Opaque())
+    with pytest.raises(SpecError, match=r"holds a .*generator.*cannot tell"):
+        fingerprint(x for x in (1, 2))
 
 
 def test_modules_that_a_function_imports_are_known_by_source(tmp_path, monkeypatch):

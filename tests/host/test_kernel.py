@@ -156,7 +156,7 @@ class Integers(eqxcute.Kernel):
 
 
 def test_an_attribute_that_does_not_fit_is_refused():
-    with pytest.raises(SpecError, match=r"`small` is 2147483648.*does not fit int32.*int64"):
+    with pytest.raises(SpecError, match=r"`small` is 2147483648.*does not fit 32 bits.*int64"):
         Integers(2**31)
     assert Integers(-(2**31)).small == -(2**31)
 
@@ -181,6 +181,92 @@ def test_values_that_compare_equal_are_not_one_kernel():
     x = jnp.arange(3)
     both = jax.jit(lambda x: (Times(2)(x), Times(2.0)(x)))(x)
     assert [out.dtype for out in both] == [jnp.int32, jnp.float32]
+
+
+class Typed(eqxcute.Kernel):
+    """Gives what its static field makes of `x`."""
+
+    signature = "n -> n"
+    by: object = eqxcute.static()
+
+    def out_dtypes(self, x):
+        return jnp.result_type(x.dtype, type(self.by[0]))
+
+    def reference(self, x):
+        return x * self.by[0]
+
+
+def test_neither_are_they_inside_a_tuple():
+    x = jnp.arange(3)
+    assert Typed((2,))(x).dtype == jnp.int32
+    assert Typed((2.0,))(x).dtype == jnp.float32
+    assert Typed((2,))(x).dtype == jnp.int32
+    signs = [float(1 / Typed((zero,))(x + 1.0)[0]) for zero in (0.0, -0.0)]
+    assert signs == [np.inf, -np.inf]
+
+
+def test_without_jit():
+    x = jnp.arange(3.0)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(Saxpy(2.0)(x, x), 3 * x)
+        np.testing.assert_array_equal(jax.grad(lambda x: Saxpy(2.0)(x, x).sum())(x), [3, 3, 3])
+
+
+def test_x64_is_obeyed_call_by_call():
+    class Wide(eqxcute.Kernel):
+        signature = "n -> n"
+
+        def out_dtypes(self, x):
+            return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+
+        def reference(self, x):
+            return x.astype(self.out_dtypes(x))
+
+    x = np.arange(3, dtype=np.float32)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            assert Wide()(x).dtype == (np.float64 if wide else np.float32)
+
+
+@pytest.mark.parametrize("option", ["dtypes", "layouts", "sums"])
+def test_a_misspelt_option_is_named(option):
+    value = {"sums": ("outt",)}.get(option, {"xx": ("float32",) if option == "dtypes" else (0,)})
+    cls = type("Odd", (Saxpy,), {option: value, "__module__": __name__, "__annotations__": {}})
+    with pytest.raises(
+        SpecError, match=rf"`Odd.{option}`: '(xx|outt)' names no array.*there are '"
+    ):
+        cls(2.0)(jnp.arange(3.0), jnp.arange(3.0))
+
+
+def test_a_traced_value_in_a_static_function_is_refused():
+    with pytest.raises(
+        SpecError, match=r"static field `options` closes over a value that JAX is tracing"
+    ):
+        jax.jit(lambda a: Deep(lambda x: x + a)(jnp.arange(3.0)))(1.0)
+
+
+def test_attributes_of_other_number_types():
+    import enum
+
+    class Count(enum.IntEnum):
+        TWO = 2
+
+    assert Integers(Count.TWO)(jnp.arange(3)).tolist() == [0, 2, 4]
+    with pytest.raises(SpecError, match=r"`beta` is 1e\+300.*does not fit 32 bits.*float64"):
+        Saxpy(1.0, 1e300)
+    Saxpy(1.0, float("inf"))
+    Saxpy(1.0, float("nan"))
+
+
+def test_a_peer_that_is_not_finite_allows_nothing():
+    one = jnp.ones(3)
+    with jax.enable_x64(True):
+        oracle = np.ones(3)
+    with pytest.raises(AssertionError, match="peer is not finite"):
+        testing.assert_as_accurate(100 * one, oracle=oracle, peer=one * jnp.inf)
+    with pytest.raises(AssertionError, match=r"Off by 0.1 at \(0,\)"):
+        testing.assert_as_accurate(1.1 * one, oracle=oracle, peer=one)
+    testing.assert_as_accurate(one, oracle=oracle, peer=one)
 
 
 def test_a_kernel_retraces_only_for_what_differs():
