@@ -59,7 +59,9 @@ def contenders():
     try:
         import cutejax
 
-        found["cutejax"] = lambda x, y: cutejax.call(launcher, jax.ShapeDtypeStruct(x.shape, x.dtype), x, y)
+        found["cutejax"] = lambda x, y: cutejax.call(
+            launcher, jax.ShapeDtypeStruct(x.shape, x.dtype), x, y
+        )
     except ImportError as error:
         print(f"cutejax left out: {error}")
     return found

@@ -27,8 +27,9 @@ k = jr.normal(jr.key(1), (2, 7, 2, 8))
 v = jr.normal(jr.key(2), (2, 7, 2, 3))
 masks = [
     None, attention.FullMask(), attention.CausalMask(), attention.CausalMask(offset=1), attention.SlidingWindowMask(2),
-    attention.PrefixLMMask(jnp.array(2)), attention.ChunkedMask(3), attention.DilatedMask(2), attention.PaddingMask(jnp.array([3, 5])),
-    attention.DocumentMask(jnp.zeros(6, jnp.int32), jnp.zeros(7, jnp.int32)), ~attention.CausalMask() | attention.SlidingWindowMask(1),
+    attention.PrefixLMMask(jnp.array(2)), attention.ChunkedMask(3), attention.DilatedMask(2),
+    attention.PaddingMask(jnp.array([3, 5])), ~attention.CausalMask() | attention.SlidingWindowMask(1),
+    attention.DocumentMask(jnp.zeros(6, jnp.int32), jnp.zeros(7, jnp.int32)),
 ]
 for mask in masks:
     out, lse = FlexAttention(mask)(q, k, v, return_lse=True)
@@ -45,5 +46,7 @@ print("checked")
 
 
 def test_annotations_hold():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert "checked" in done.stdout, done.stderr[-3000:]

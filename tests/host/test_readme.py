@@ -14,7 +14,9 @@ def test_the_code_runs(tmp_path):
     assert len(blocks) == 3
     program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "(8, 2, 16)" in done.stdout
     assert "897." in done.stdout  # 3 * 299, interpreted
