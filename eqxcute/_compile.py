@@ -98,8 +98,8 @@ def build(found: View, plan: Plan, symbol: str, architecture: str, *, inspect: b
             ) from error
         if any(thread.is_alive() for thread in _abandoned):
             raise CompileError(
-                f"`{found.name}` cannot be compiled: a trace that ran out of time has not stopped, and CuTe compiles one kernel "
-                "at a time. Restart the process."
+                f"`{found.name}` cannot be compiled: a trace that ran out of time has not stopped, and CuTe compiles one "
+                "kernel at a time. Restart the process."
             )
         _compiles += 1
 
