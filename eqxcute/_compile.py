@@ -7,9 +7,12 @@ import importlib.metadata
 import json
 import platform
 import re
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +22,8 @@ from ._artifact import Artifact
 from ._errors import ArchitectureError, CompileError, CompileTimeout, SpecError
 from ._kernel import attributes_of, replace_fields
 from ._primitive import Array, Plan, View
+
+_LAUNCHER = str(Path(__file__).with_name("_launcher.py"))
 
 # The DSL keeps options and kernels on one object: two threads inside it end the process.
 _COMPILER = threading.RLock()
@@ -103,7 +108,7 @@ def build(found: View, plan: Plan, symbol: str, architecture: str, *, inspect: b
             )
         _compiles += 1
 
-        x64 = jax.config.jax_enable_x64  # JAX keeps its settings by thread
+        x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds it when it runs
 
         def work(traced):
             with _arch.architecture(architecture), jax.enable_x64(x64):
@@ -173,9 +178,33 @@ _abandoned: list[threading.Thread] = []
 
 
 def _stop(worker: threading.Thread) -> None:
-    """Raises `_Stop` in a thread until it has ended: a first one may be caught on its way, and none arrives in C."""
-    thread = ctypes.c_ulong(worker.ident or 0)
+    """Raises `_Stop` in a thread that traces a kernel, where that is safe, until it has ended."""
+    thread = worker.ident or 0
     end = time.monotonic() + _STOP_SECONDS
     while worker.is_alive() and time.monotonic() < end:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stop))
-        worker.join(0.2)
+        # While this thread looks, that one waits for it: what it finds is where the exception arrives.
+        if _may_be_stopped(sys._current_frames().get(thread)):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread), ctypes.py_object(_Stop)
+            )
+            worker.join(0.2)
+        else:
+            time.sleep(0.0005)
+
+
+def _may_be_stopped(frame: types.FrameType | None) -> bool:
+    """True if no function that C++ may have called is running: an exception out of one ends the process.
+
+    MLIR's bindings call Python to make values: constructors of CuTe's classes, from inside a generated property. So none of
+    either may be on the stack, which must reach down to the kernel's launcher.
+    """
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file == _LAUNCHER:
+            return True
+        if "nvidia_cutlass_dsl" in file and (
+            "/_mlir/" in file or name in ("__init__", "__new__", "<lambda>")
+        ):
+            return False
+        frame = frame.f_back
+    return False

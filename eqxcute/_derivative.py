@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from . import _kernel, _sharding
 from ._errors import SpecError, sizes
 from ._kernel import brings
-from ._primitive import Call, kernel_p, kinds, map_sizes, mapped, pack, reference, unpack, view_of
+from ._primitive import Call, kernel_p, kinds, map_sizes, mapped, reference, unpack, view_of
 
 
 def _is_float(x) -> bool:
@@ -77,6 +77,7 @@ class Linear:
     statics: tuple
     kinds: tuple  # as of `Call`
     arguments: Any
+    tree: Any  # of the kernel's outputs
     outputs: tuple[bool, ...]  # which outputs of the kernel are floats
     shapes: tuple  # (shape, dtype) of those, without the added axes
     maps: tuple[tuple[bool, ...], ...] = ()
@@ -108,7 +109,9 @@ def _own_jvp(found, primals, tangents, call: Call):
 
     def residuals_of(*operands):
         kernel, arguments = base.restore(operands[: len(primals)])
-        given = kernel.residuals(arguments, pack(operands[len(primals) :]))
+        given = kernel.residuals(
+            arguments, jax.tree.unflatten(found.tree, operands[len(primals) :])
+        )
         arrays, rest = eqx.partition((kernel, given), _kernel.is_array)
         leaves, trees["arrays"] = jax.tree.flatten(arrays)
         statics, trees["rest"] = jax.tree.flatten(rest)
@@ -135,6 +138,7 @@ def _own_jvp(found, primals, tangents, call: Call):
         trees["statics"],
         trees["kinds"],
         floats,
+        found.tree,
         tuple(_is_float(out) for out in outputs),
         tuple((out.shape, np.dtype(out.dtype)) for out in found.outputs if _is_float(out)),
         tuple(tuple([True] * len(residuals)) for _ in call.maps),
@@ -183,11 +187,7 @@ def _tangent(params: Linear, *operands) -> list:
                 f"`{params.name}` brings `residuals` and no `jvp`, so it has reverse mode only: the reference's `jvp` needs "
                 "all arguments. Define `jvp` on what `residuals` keeps."
             )
-        given = unpack(kernel.jvp(residuals, tangents))
-        if len(given) != len(params.outputs):
-            raise SpecError(
-                f"`{params.name}.jvp` returned {len(given)} tangents for {len(params.outputs)} outputs."
-            )
+        given = unpack(params.tree, kernel.jvp(residuals, tangents), f"`{params.name}.jvp`")
         kept = [t for t, is_float in zip(given, params.outputs, strict=True) if is_float]
         return [
             _fits(params, "jvp", f"output {i}", t, *s)
@@ -300,7 +300,7 @@ def _transposed_jvp(params: Linear, leaves, inner):
 def _own_vjp(params: Linear, kernel, residuals, cotangents, inner):
     floats = iter(cotangents)
     full = [next(floats) if is_float else None for is_float in params.outputs]
-    given = kernel.vjp(residuals, full[0] if len(full) == 1 else tuple(full))
+    given = kernel.vjp(residuals, jax.tree.unflatten(params.tree, full))
     places = jax.tree.unflatten(params.arguments, range(params.arguments.num_leaves))
     count = len(places)
     if not isinstance(given, (tuple, list)) or len(given) != count:

@@ -162,6 +162,15 @@ class Kernel(eqx.Module):
             raise SpecError(f"`{name_of(self)}` has no array arguments: define `out_dtypes`.")
         return leaves[0].dtype
 
+    def out_tree(self, *arguments):
+        """The structure of what a call returns: a pytree with a leaf, of any kind, for each output in order.
+
+        By default one array, or a tuple. None in it stays None. With a structure of its own, `launch` gets the outputs
+        as one such pytree.
+        """
+        count = len(signature_of(self).outputs)
+        return 0 if count == 1 else tuple(range(count))
+
     def workspace(self, *arguments):
         """Scratch arrays, a tuple of `jax.ShapeDtypeStruct`, uninitialised; `launch` gets them after the outputs."""
         return ()
@@ -254,17 +263,20 @@ def signature_of(kernel: Kernel) -> _signature.Signature:
     return _signature.parse(text)
 
 
-def names_of(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the arguments, and of the outputs."""
-    signature = signature_of(kernel)
-    inputs, outputs = len(signature.inputs), len(signature.outputs)
-    names = parameter_names(type(kernel), inputs + outputs)
-    generic = tuple(f"output {i}" if outputs > 1 else "output" for i in range(outputs))
-    given = tuple(
-        given if not given.startswith("argument ") else other
-        for given, other in zip(names[inputs:], generic, strict=True)
-    )
-    return names[:inputs], given
+def argument_names(kernel: Kernel) -> tuple[str, ...]:
+    return parameter_names(type(kernel), len(signature_of(kernel).inputs))
+
+
+def output_names(kernel: Kernel, tree) -> tuple[str, ...]:
+    """What the outputs are called; `tree` is the structure of `out_tree`."""
+    first = len(signature_of(kernel).inputs)
+    whole = brings(kernel, "out_tree")
+    roots = parameter_names(type(kernel), first + (1 if whole else tree.num_leaves))[first:]
+    roots = tuple(r.replace("argument", "output") for r in roots)
+    if not whole:
+        return roots
+    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    return tuple(_signature.describe_path(roots[0], path) for path, _ in leaves)
 
 
 def reference_jvp(kernel: Kernel, primals, tangents):
@@ -287,7 +299,7 @@ def reference_jvp(kernel: Kernel, primals, tangents):
 def _positional(kernel: Kernel, arguments: tuple, named: dict[str, Any]) -> tuple:
     if not named:
         return arguments
-    names, _ = names_of(kernel)
+    names = argument_names(kernel)
     rest = names[len(arguments) :]
     for name in named:
         if name not in rest:

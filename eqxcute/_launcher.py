@@ -18,7 +18,7 @@ import numpy as np
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from . import _dtypes
-from ._kernel import attributes_of, replace_fields
+from ._kernel import attributes_of, brings, replace_fields
 from ._primitive import Array, Plan, Size, View, is_struct
 
 
@@ -63,6 +63,8 @@ class Entry:
             jax.tree.unflatten(jax.tree.structure(arrays), inputs), rest
         )
         kernel = replace_fields(kernel, dict(zip(attributes_of(kernel), values, strict=True)))
+        if brings(kernel, "out_tree"):
+            outputs = [jax.tree.unflatten(self.found.tree, outputs)]
         type(kernel).launch(kernel, stream, *arguments, *outputs, *scratch)
 
 

@@ -80,6 +80,7 @@ class View:
     binding: _signature.Binding
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     output_names: tuple[str, ...]
+    tree: Any  # of what a call returns
     workspace: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
@@ -94,7 +95,7 @@ def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple, x64: bo
     structs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     kernel, arguments = call.restore(structs)
     name, signature = name_of(kernel), _kernel.signature_of(kernel)
-    names, output_names = _kernel.names_of(kernel)
+    names = _kernel.argument_names(kernel)
     own = [
         _signature.Leaf(
             _signature.describe_path("self", path), _signature.Spec((), free=True), leaf.shape
@@ -112,13 +113,22 @@ def view(call: Call, shapes: tuple[tuple[int, ...], ...], dtypes: tuple, x64: bo
             signature.outputs, _output_dtypes(kernel, arguments, signature), strict=True
         )
     )
+    tree = jax.tree.structure(kernel.out_tree(*arguments))
+    if tree.num_leaves != len(outputs):
+        raise SpecError(
+            f"`{name}.out_tree` returned {tree}, with {tree.num_leaves} leaves, but the signature {signature.text!r} has "
+            f"{len(outputs)} outputs."
+        )
+    output_names = _kernel.output_names(kernel, tree)
     for output, out in zip(output_names, outputs, strict=True):
         _dtypes.check(name, output, out.dtype)
     workspace = _workspace(kernel, arguments)
     _check_option(kernel, "dtypes", names)
     _check_option(kernel, "layouts", [leaf.name for leaf in operands] + [*output_names])
     _check_option(kernel, "sums", output_names)
-    return View(kernel, arguments, operands, len(own), binding, outputs, output_names, workspace)
+    return View(
+        kernel, arguments, operands, len(own), binding, outputs, output_names, tree, workspace
+    )
 
 
 def is_struct(leaf) -> bool:
@@ -134,7 +144,8 @@ def _check_option(kernel: Kernel, option: str, names: Sequence[str]) -> None:
 
 
 def _workspace(kernel: Kernel, arguments: tuple) -> tuple[jax.ShapeDtypeStruct, ...]:
-    given = unpack(kernel.workspace(*arguments))
+    given = kernel.workspace(*arguments)
+    given = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     for i, scratch in enumerate(given):
         if not is_struct(scratch):
             raise SpecError(
@@ -191,7 +202,7 @@ def call(kernel: Kernel, arguments: tuple):
         for i, argument in enumerate(arguments)
     )
     operands, bound = flatten(kernel, arguments)
-    return pack(bind(bound, operands))
+    return jax.tree.unflatten(view_of(bound, operands).tree, bind(bound, operands))
 
 
 def bind(call: Call, operands: Sequence) -> list:
@@ -207,13 +218,14 @@ def bind(call: Call, operands: Sequence) -> list:
     return _sharding.over_explicit_mesh(one, view_of(call, operands), operands, specs)
 
 
-def pack(outputs: Sequence):
-    """One output is an array, more are a tuple."""
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def unpack(outputs) -> tuple:
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+def unpack(tree, given, what: str) -> list:
+    """What stands at the leaves of `tree` in `given`, which may be None. Raises `SpecError` if they differ."""
+    try:
+        return tree.flatten_up_to(tuple(given) if isinstance(given, list) else given)
+    except ValueError as error:
+        raise SpecError(
+            f"{what} returned something of another structure than the outputs, {tree}: {error}"
+        ) from None
 
 
 def _as_array(kernel: Kernel, i: int, path, leaf):
@@ -221,7 +233,7 @@ def _as_array(kernel: Kernel, i: int, path, leaf):
         return leaf
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         return jnp.asarray(leaf)
-    names, _ = _kernel.names_of(kernel)
+    names = _kernel.argument_names(kernel)
     name = names[i] if i < len(names) else f"argument {i}"
     raise DtypeError(
         f"`{name_of(kernel)}`: `{_signature.describe_path(name, path)}` must be an array, got {type(leaf).__name__}. What is "
@@ -247,16 +259,13 @@ def _reference(call: Call, *operands) -> list:
             f"`{name}` has no `reference`, so it runs on CUDA only; the default backend here is "
             f"{jax.default_backend()!r}. Define `reference`, or run on a machine with a GPU."
         )
-    outputs = unpack(kernel.reference(*arguments))
     wanted = view_of(call, [jax.typeof(operand) for operand in operands])
-    if len(outputs) != len(wanted.outputs):
-        raise SpecError(
-            f"`{name}.reference` returned {len(outputs)} outputs, but the signature "
-            f"{_kernel.signature_of(kernel).text!r} has {len(wanted.outputs)}."
-        )
+    outputs = unpack(wanted.tree, kernel.reference(*arguments), f"`{name}.reference`")
     checked = []
     for output, out, want in zip(outputs, wanted.output_names, wanted.outputs, strict=True):
-        output = jnp.asarray(output)
+        output = jnp.asarray(output) if output is not None else None
+        if output is None:
+            raise SpecError(f"`{name}.reference` returned None for `{out}`.")
         if output.shape != want.shape or output.dtype != want.dtype:
             raise SpecError(
                 f"`{name}.reference` gives `{out}` as {output.dtype}{sizes(output.shape)}, but by the signature "
@@ -557,7 +566,7 @@ def _initial(found: View, i: int, outputs: Sequence[Array], value) -> tuple[int,
 
 def _absent(found: View) -> set[str]:
     """Paths of the arguments' leaves that are None in this call."""
-    names, _ = _kernel.names_of(found.kernel)
+    names = _kernel.argument_names(found.kernel)
     return {
         _signature.describe_path(name, path)
         for name, argument in zip(names, found.arguments, strict=True)
@@ -628,7 +637,7 @@ def _batch_inside(call: Call, operands, flags: tuple[bool, ...], size: int):
         _, batched = call.restore(flags)
         outputs = kernel.batch(size, batched, *arguments)
         if outputs is not NotImplemented:
-            return list(unpack(outputs))
+            return unpack(found.tree, outputs, f"`{found.name}.batch`")
     outputs = _kernel.signature_of(found.kernel).outputs
     grows = [leaf.spec.lead for leaf in found.operands]
     if not all(spec.lead for spec in outputs) or any(

@@ -17,7 +17,7 @@ import numpy as np
 
 from . import _arch, _compile
 from ._kernel import Kernel, attributes_of, brings, name_of
-from ._primitive import Plan, View, flatten, pack, plan_of, unpack, view_of
+from ._primitive import Plan, View, flatten, plan_of, view_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +134,12 @@ def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> A
         written=[first + o for o in range(len(outputs)) if o not in started],
         scratch=[first + len(outputs) + i for i in range(len(scratch))],
     )
-    return pack(
+    return jax.tree.unflatten(
+        found.tree,
         [
             jnp.asarray(np.transpose(output, np.argsort(array.order)).reshape(want.shape))
             for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=True)
-        ]
+        ],
     )
 
 
@@ -240,7 +241,7 @@ def check_kernel(
         jr.normal(jr.key(i), out.shape).astype(out.dtype)
         if jnp.issubdtype(out.dtype, jnp.floating)
         else None
-        for i, out in enumerate(unpack(peer))
+        for i, out in enumerate(jax.tree.leaves(peer))
     ]
     assert_as_accurate(
         _gradients(kernel, arguments, cotangents),
@@ -257,7 +258,7 @@ def _gradients(function: Callable, arguments: tuple, cotangents: list) -> list:
         full = list(leaves)
         for i, leaf in zip(moving, some, strict=True):
             full[i] = leaf
-        outputs = unpack(function(*jax.tree.unflatten(tree, full)))
+        outputs = jax.tree.leaves(function(*jax.tree.unflatten(tree, full)))
         return [out for out, ct in zip(outputs, cotangents, strict=True) if ct is not None]
 
     def pulled(some, ct):

@@ -5,12 +5,14 @@ import jax.random as jr
 import pytest
 from bridge_kernels import (
     Accumulate,
+    AccumulateByNumber,
     AnyTree,
     Attributes,
     ColumnMajor,
     Copy,
     Histogram,
     LookUp,
+    Momentum,
     Reverse,
     RowSum,
     Saxpy,
@@ -45,6 +47,8 @@ def cases():
         "two outputs, no leading dims": (SinCos(), (x,)),
         "donated": (Accumulate(), (State(x, y), y)),
         "donated, None": (Accumulate(), (State(x, None), y)),
+        "donated, by number": (AccumulateByNumber(), (State(x, y), y)),
+        "trees out": (Momentum(), ({"m": State(x, None), "x": y}, normal(N, seed=6))),
         "initial value": (Histogram(5), (jr.randint(jr.key(3), (N,), 0, 5),)),
         "column-major": (ColumnMajor(), (x.reshape(7, 11),)),
         "workspace": (Reverse(), (x,)),

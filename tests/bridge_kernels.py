@@ -152,6 +152,41 @@ class Accumulate(eqxcute.Kernel):
             out[i] = out[i] + g[i] + v[i]
 
 
+class AccumulateByNumber(Accumulate):
+    """The same alias, by number: array 0 of the arguments, array 0 of the outputs."""
+
+    aliases = {0: 0}
+
+
+class Momentum(eqxcute.Kernel):
+    """One step of momentum: a pytree in, a pytree out, with None in both; both buffers are taken over."""
+
+    signature = "[n, n, n], n -> n, n"
+    aliases = {"state['m'].m": "out['m'].m", "state['x']": "out['x']"}
+    rate: float = eqxcute.static(0.5)
+
+    def out_tree(self, state, g):
+        return {"m": State(0, None), "x": 1}
+
+    def reference(self, state, g):
+        m = self.rate * state["m"].m + g
+        return {"m": State(m, None), "x": state["x"] - m}
+
+    @cute.jit
+    def launch(self, stream, state, g, out):
+        assert state["m"].v is None
+        assert out["m"].v is None
+        cover(g.shape[0], self.kernel(g, out["m"].m, out["x"]), stream)
+
+    @cute.kernel
+    def kernel(self, g, m, x):  # both start as the state was
+        i = index()
+        if i < g.shape[0]:
+            new = m[i] * self.rate + g[i]
+            m[i] = new
+            x[i] = x[i] - new
+
+
 class Histogram(eqxcute.Kernel):
     """Counts of the values 0 to bins - 1: an output that starts at zero, sized by a static field."""
 

@@ -183,6 +183,85 @@ def test_trees_integers_and_none(kernel, with_extra):
     assert tangent[1][1].dtype == jax.dtypes.float0
 
 
+class TreeOut(eqxcute.Kernel):
+    """A tree out, with None and an integer in it; and the same with its own derivatives."""
+
+    signature = "n, n -> n, n, n"
+
+    def out_dtypes(self, x, y):
+        return x.dtype, jnp.int32, x.dtype
+
+    def out_tree(self, x, y):
+        return {"a": (0, None), "b": 1, "c": 2}
+
+    def reference(self, x, y):
+        return {"a": (x * y, None), "b": (x > 0).astype(jnp.int32), "c": x + y}
+
+    def launch(self, stream, x, y, out): ...
+
+
+class TreeOutOwn(TreeOut):
+    def jvp(self, residuals, tangents):
+        (x, y), outputs = residuals
+        assert outputs["a"][1] is None
+        return {
+            "a": (tangents[0] * y + x * tangents[1], None),
+            "b": None,
+            "c": tangents[0] + tangents[1],
+        }
+
+    def vjp(self, residuals, cotangents):
+        (x, y), _ = residuals
+        a, c = cotangents["a"][0], cotangents["c"]
+        assert cotangents["b"] is None
+        return a * y + c, a * x + c
+
+
+@pytest.mark.parametrize("kernel", [TreeOut(), TreeOutOwn()], ids=lambda k: type(k).__name__)
+def test_trees_out(kernel):
+    x, y = jr.normal(KEYS[0], (2, 4))
+    got, want = kernel(x, y), kernel.reference(x, y)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+
+    def loss(f):
+        return lambda x, y: (f(x, y)["a"][0] ** 2 + jnp.sin(f(x, y)["c"])).sum()
+
+    for transform in (
+        lambda f: jax.grad(loss(f), (0, 1))(x, y),
+        lambda f: jax.jvp(lambda x: f(x, y)["a"][0], (x,), (y,)),
+        lambda f: jax.vmap(f)(jnp.stack([x, y]), jnp.stack([y, x])),
+        lambda f: jax.jit(jax.hessian(loss(f)))(x, y),
+    ):
+        for a, b in zip(
+            jax.tree.leaves(transform(kernel)),
+            jax.tree.leaves(transform(kernel.reference)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+class WrongTreeOut(TreeOut):
+    def reference(self, x, y):
+        return x, y
+
+
+class TooFew(TreeOut):
+    def out_tree(self, x, y):
+        return {"a": 0, "b": 1}
+
+
+def test_a_tree_out_of_another_structure_is_named():
+    x = jnp.ones(3)
+    with pytest.raises(
+        eqxcute.SpecError, match=r"`WrongTreeOut.reference` returned something of another structure"
+    ):
+        WrongTreeOut()(x, x)
+    with pytest.raises(
+        eqxcute.SpecError, match=r"`TooFew.out_tree` returned .*2 leaves.*3 outputs"
+    ):
+        TooFew()(x, x)
+
+
 class NoDerivative(eqxcute.Kernel):
     signature = "n -> n"
 

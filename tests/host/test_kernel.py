@@ -113,7 +113,7 @@ X = jnp.arange(4.0)
             SpecError,
             ["`WrongDtype.reference`", "bool(4,)", "float32(4,)"],
         ),
-        (lambda: TooMany()(X, X), SpecError, ["returned 2 outputs", "has 1"]),
+        (lambda: TooMany()(X, X), SpecError, ["`TooMany.reference`", "float32(2, 4)"]),
         (lambda: Dtypes()(X, X), SpecError, ["`Dtypes.out_dtypes` returned 2 dtypes", "1 outputs"]),
         (lambda: NoSignature()(X), SpecError, ["`NoSignature` has no signature"]),
         (lambda: Deep([1, 2]), SpecError, ["`Deep`", "`options`", "list", "not hashable", "tuple"]),
