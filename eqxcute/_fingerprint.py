@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 
 from . import _libraries
@@ -277,7 +278,7 @@ class _Walk:
             return
         # `functools.wraps` copies `__module__` and `__qualname__`: where code stands is told by its globals.
         module, code = function.__globals__.get("__name__"), original_code(function)
-        if self.is_library(module):
+        if module is not None and self.is_library(module):
             self.library(module, code.co_qualname)
             self.closure(function, ())
             return

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
+import jax.core
 import numpy as np
 
 from . import _signature

@@ -176,7 +176,8 @@ def view_of(call: Call, avals: Sequence) -> View:
     for flags in reversed(call.maps):
         shapes = [s[1:] if flag else s for s, flag in zip(shapes, flags, strict=True)]
     base, dtypes = dataclasses.replace(call, maps=()), tuple(a.dtype for a in avals)
-    return view(base, tuple(shapes), dtypes, jax.config.jax_enable_x64)
+    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds it when it runs
+    return view(base, tuple(shapes), dtypes, x64)
 
 
 def map_sizes(call: Call, avals: Sequence) -> tuple[int, ...]:
@@ -378,7 +379,7 @@ def launch(call: Call, *operands) -> list:
         input_output_aliases=dict(plan.aliases),
     )(*inputs, **_kernel.attributes_of(found.kernel))
     return [
-        jnp.reshape(jnp.transpose(output, np.argsort(array.order)), want.shape)
+        jnp.reshape(jnp.transpose(output, np.argsort(array.order).tolist()), want.shape)
         for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=False)
     ]
 
@@ -461,7 +462,9 @@ class _Symbols:
         self.static: set[str] = set()
         self.multiples: dict[str, int] = {}
         specs = [leaf.spec for leaf in found.binding.leaves] + list(signature.outputs)
-        for dim in (dim for spec in specs for dim in spec.dims if dim.name is not None):
+        for dim in (dim for spec in specs for dim in spec.dims):
+            if dim.name is None:
+                continue
             self.multiples[dim.name] = math.lcm(self.multiples.get(dim.name, 1), dim.multiple)
             if dim.static or dim.name in self.fields:
                 self.static.add(dim.name)

@@ -43,6 +43,13 @@ class Dim:
     static: bool = False
     multiple: int = 1
 
+    def value(self, sizes: Mapping[str, int]) -> int:
+        if self.name is not None:
+            return sizes[self.name]
+        if self.size is None:
+            raise RuntimeError("Internal error: a dim of a signature with neither name nor size.")
+        return self.size
+
     def __str__(self):
         if self.name is None:
             return str(self.size)
@@ -104,7 +111,7 @@ class Binding:
     lead: tuple[int, ...]
 
     def output_shape(self, spec: Spec) -> tuple[int, ...]:
-        rest = tuple(d.size if d.name is None else self.sizes[d.name] for d in spec.dims)
+        rest = tuple(dim.value(self.sizes) for dim in spec.dims)
         return (self.lead if spec.lead else ()) + rest
 
 
@@ -208,6 +215,10 @@ def _leaves(kernel: str, term: Term, name: str, value: Any, whole: str) -> Itera
         )
     if value is None:
         return
+    if term.specs is None:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+            yield Leaf(describe_path(name, path), Spec((), free=True), tuple(leaf.shape))
+        return
     if not term.tree:
         if not hasattr(value, "shape"):
             raise SpecError(
@@ -215,10 +226,6 @@ def _leaves(kernel: str, term: Term, name: str, value: Any, whole: str) -> Itera
                 f"{type(value).__name__}. An argument that is a pytree has a term in brackets, or `{{}}`."
             )
         yield Leaf(name, term.specs[0], tuple(value.shape))
-        return
-    if term.specs is None:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            yield Leaf(describe_path(name, path), Spec((), free=True), tuple(leaf.shape))
         return
     paths = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda leaf: leaf is None)
     if len(paths) != len(term.specs):

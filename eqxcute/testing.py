@@ -167,8 +167,8 @@ def assert_as_accurate(
     trees = [jax.tree.leaves(tree) for tree in (actual, oracle, peer)]
     if len({len(leaves) for leaves in trees}) != 1:
         raise AssertionError(f"Different numbers of arrays: {[len(leaves) for leaves in trees]}.")
-    for leaves in zip(*trees, strict=True):
-        _leaf_as_accurate(*leaves, slack, ulps)
+    for got, want, other in zip(*trees, strict=True):
+        _leaf_as_accurate(got, want, other, slack, ulps)
 
 
 def _leaf_as_accurate(actual, oracle, peer, slack: float, ulps: float) -> None:
@@ -307,6 +307,7 @@ def benchmark(function: Callable, *arguments: Any, calls: int = 20, rounds: int 
 
 
 def _round(function: Callable, arguments: tuple, calls: int) -> float:
+    result = None
     start = time.perf_counter()
     for _ in range(calls):
         result = function(*arguments)

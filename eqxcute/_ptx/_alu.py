@@ -193,13 +193,18 @@ def _fma(ins):
             return _float.narrow(_float.odd_fma(a, b, c), name, mode)
 
     if "relu" in ins.mods:
-        plain, top = run, _float.extreme("max", True)
-
-        def run(a, b, c):
-            out = plain(a, b, c)
-            return top(out, np.zeros_like(out))
-
+        run = _with_relu(run)
     return polish(run, ins, name), name, (name,) * 3
+
+
+def _with_relu(run):
+    top = _float.extreme("max", True)
+
+    def relu(a, b, c):
+        out = run(a, b, c)
+        return top(out, np.zeros_like(out))
+
+    return relu
 
 
 # ---------------------------------------------------------------- division and functions
@@ -360,7 +365,13 @@ def predicate(ins):
         if ftz:
             a, b = _float.flush(a), _float.flush(b)
         out = compare(a, b)
-        return out if c is None else combine(out, c)
+        if c is None:
+            return out
+        if combine is None:
+            raise RuntimeError(
+                f"Internal error: {ins.op} has a third operand but no .and, .or or .xor."
+            )
+        return combine(out, c)
 
     return name, combine, run
 

@@ -107,7 +107,7 @@ def _to_float(how, to: str, source: str):
     return run
 
 
-def _round_to(x, to, target, mode, integral):
+def _round_to(x: np.ndarray, to, target, mode, integral) -> np.ndarray:
     if integral is not None:  # to a whole number, kept as a float
         return _TO_INTEGER[integral](x.astype(np.float64)).astype(target)
     if x.dtype.kind in "iu":

@@ -9,14 +9,16 @@ class KernelFault(RuntimeError):
     attributes, `None` where they are not known.
     """
 
-    def __init__(self, what, *, where=None, instruction=None, kernel=None, cta=None, thread=None):
+    def __init__(
+        self, what: str, *, where=None, instruction=None, kernel=None, cta=None, thread=None
+    ):
         self.what = what
         self.where = where
         self.instruction = instruction
         self.kernel = kernel
         self.cta = cta
         self.thread = thread
-        lines = [what]
+        lines: list[str] = [what]
         if where is not None:
             lines.append(f"at {where}")
         if instruction is not None:

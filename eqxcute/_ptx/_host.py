@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class _Runtime:
 
 _LOCK = threading.RLock()  # one call at a time: the functions below find it in `_CURRENT`
 _CURRENT: list[_Runtime] = []
-_CALLBACKS: dict[str, ctypes._CFuncPtr] = {}
+_CALLBACKS: dict[str, Any] = {}  # instances of what `ctypes.CFUNCTYPE` gives
 # Return 0 and do nothing. The first runs when an object is unloaded, which may be when Python
 # itself is gone: it must not be a Python function.
 _ZEROS = ("cuda_dialect_unload_library_once", "_cudaSetDevice", "TVMFFIEnvGetStream")

@@ -357,15 +357,15 @@ class Machine:
         return f"{race.what}: {who}, thread {thread} {race.does} them, {between} lies between"
 
     def deadlock(self) -> None:
-        lines = []
-        index = None
+        lines: list[str] = []
+        reached: list[int] = []  # instructions at which threads are stuck: there is one at least
         for instruction in sorted(set(self.waits_at[self.waiting >= 0].tolist())):
             lanes = np.flatnonzero((self.waiting >= 0) & (self.waits_at == instruction))
-            index = instruction if index is None else index
+            reached.append(instruction)
             lines.append(self._waiters(lanes, instruction))
         for instruction in sorted(set(self.pc[self.parked].tolist())):
             lanes = np.flatnonzero(self.parked & (self.pc == instruction))
-            index = instruction if index is None else index
+            reached.append(instruction)
             lines.append(self._waiters(lanes, instruction, "for the rest of their warp"))
         stuck = (self.waiting >= 0) | self.parked
         first = int(np.flatnonzero(stuck)[0])
@@ -378,7 +378,7 @@ class Machine:
                 f"first is {self.name_thread(left)[1]}"
             )
         what = "deadlock: not all threads arrive at a barrier.\n  " + "\n  ".join(lines)
-        raise self.fault(index, Misstep(what, first))
+        raise self.fault(reached[0], Misstep(what, first))
 
     def _waiters(self, lanes, instruction: int, what="for others"):
         cta = self.cta_of[lanes[0]]

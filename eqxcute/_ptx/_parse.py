@@ -121,8 +121,8 @@ class Kernel:
 @dataclasses.dataclass(slots=True)
 class Module:
     target: str  # "sm_90a"
-    kernels: dict
-    variables: dict  # module scope
+    kernels: dict[str, Kernel]
+    variables: dict[str, Variable]  # module scope
 
 
 _TYPE_SIZE = {"pred": 1, "f16x2": 4, "bf16x2": 4, "s16x2": 4, "u16x2": 4, "f32x2": 8}
@@ -139,11 +139,18 @@ _VARIABLE = re.compile(
 )
 
 
+def _found(match: re.Match[str] | None, text: str) -> re.Match[str]:
+    """A match in PTX that would be malformed without one."""
+    if match is None:
+        raise Unsupported(f"the PTX {text[:80]!r}")
+    return match
+
+
 def type_size(name: str) -> int:
     """Bytes of a PTX type: 4 for "f32"."""
     if name in _TYPE_SIZE:
         return _TYPE_SIZE[name]
-    return int(re.search(r"(\d+)$", name).group(1)) // 8
+    return int(_found(re.search(r"(\d+)$", name), name).group(1)) // 8
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,11 +213,14 @@ class _Parser:
         match = _STATEMENT.match(self.text, self.pos)
         if match is None:
             return None
-        start = match.start(match.lastgroup)
+        kind = match.lastgroup
+        if kind is None:
+            raise RuntimeError("Internal error: a PTX statement of no kind.")
+        start = match.start(kind)
         line = self.line_at(start)
-        if match.lastgroup != "rest":
+        if kind != "rest":
             self.pos = match.end()
-            return match.lastgroup, match.group(match.lastgroup), line
+            return kind, match.group(kind), line
         if _LINE_DIRECTIVE.match(self.text, start):
             end = self.text.find("\n", start)
             self.pos = end = len(self.text) if end < 0 else end
@@ -233,9 +243,9 @@ class _Parser:
         elif re.match(r"(\.\w+ )*\.entry\b", body):
             self.kernel(body)
         elif re.match(r"(\.\w+ )*\.func\b", body):
-            if _STATEMENT.match(self.text, self.pos).group("brace") == "{":
-                name = re.search(r"\.func\s*(?:\([^)]*\))?\s*([$\w]+)", body).group(1)
-                raise Unsupported(f"a PTX function with a body, {name}, line {line}")
+            if _found(_STATEMENT.match(self.text, self.pos), body).group("brace") == "{":
+                name = _found(re.search(r"\.func\s*(?:\([^)]*\))?\s*([$\w]+)", body), body)
+                raise Unsupported(f"a PTX function with a body, {name.group(1)}, line {line}")
         elif (variable := self.variable(body)) is not None:
             self.variables[variable.name] = variable
         elif not body.startswith((".version", ".address_size", ".file", ".section", ".pragma")):
@@ -268,7 +278,7 @@ class _Parser:
         return bytes(out).ljust(size, b"\0")
 
     def kernel(self, header: str) -> None:
-        name = re.search(r"\.entry\s+([$\w]+)", header).group(1)
+        name = _found(re.search(r"\.entry\s+([$\w]+)", header), header).group(1)
         inside = re.search(r"\((.*?)\)", header)
         params = [self.variable(p) for p in _split(inside.group(1))] if inside else []
 
@@ -360,13 +370,13 @@ class _Body:
 
     def location(self, body: str) -> None:
         # An inlined function has the place that it was inlined at behind its own.
-        place = re.match(r"\.loc\s+(\d+)\s+(\d+)", body)
+        place = _found(re.match(r"\.loc\s+(\d+)\s+(\d+)", body), body)
         file, number = int(place.group(1)), int(place.group(2))
         if number:
             self.where = f"{self.parser.files.get(file, f'file {file}')}:{number}"
 
     def declare(self, body: str) -> None:
-        match = re.match(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)", body)
+        match = _found(re.match(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)", body), body)
         for item in _split(match.group(2)):
             ranged = re.match(r"([%$\w]+)<(\d+)>$", item)
             names = [item]
@@ -382,6 +392,8 @@ class _Body:
         match = re.match(r"@(!?)([%$\w]+)\s+(.*)$", body)
         if match:
             found = self.lookup(match.group(2))
+            if not isinstance(found, Reg):
+                raise Unsupported(f"PTX line {line}: the guard {match.group(2)} is no register")
             guard = dataclasses.replace(found, negated=match.group(1) == "!")
             body = match.group(3)
         op, _, rest = body.partition(" ")

@@ -138,6 +138,19 @@ def _register_reader(arg: Reg, name: str):
     return lambda m: m.R[i].view(wanted)
 
 
+def _held(kind: str, name: str):
+    """A function from an array of type `name` to what a register declared as `kind` holds."""
+    if kind == "pred":
+        return lambda value: value
+    size = width(kind)
+    target = UNSIGNED[size]
+    if is_packed(name) or size != width(name):
+        return lambda value: to_bits(value, name, size)
+    if dtype(name) == target:
+        return lambda value: value
+    return lambda value: value.view(target)
+
+
 def writer(arg, name: str):
     """A function of the machine and an array of type `name` that fills the register `arg`."""
     if arg == SINK:
@@ -145,25 +158,7 @@ def writer(arg, name: str):
     if not isinstance(arg, Reg):
         raise Unsupported(f"the destination {arg}")
     i = arg.index
-    if arg.type == "pred":
-
-        def convert(value):
-            return value
-    else:
-        size = width(arg.type)
-        target = UNSIGNED[size]
-        if is_packed(name) or size != width(name):
-
-            def convert(value):
-                return to_bits(value, name, size)
-        elif dtype(name) == target:
-
-            def convert(value):
-                return value
-        else:
-
-            def convert(value):
-                return value.view(target)
+    convert = _held(arg.type, name)
 
     def write(m, value):
         bits = convert(value)

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
@@ -165,7 +166,8 @@ def _needs_concrete(role: str, fn: Callable, error: Exception) -> str:
 def _culprit(fn: Callable, error: Exception) -> str:
     """The user's function and line. In a combination of masks it is not `fn` that is at fault
     but one of its parts, which the traceback knows."""
-    libraries = [os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, np)] + [_HERE]
+    libraries = [os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, np) if m.__file__]
+    libraries.append(_HERE)
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)

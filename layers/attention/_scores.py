@@ -132,10 +132,13 @@ class ALiBi(AbstractScore):
         - `slopes`: Slopes of your own, instead. (Keyword only argument.)
         - `offset`: Position of query 0 among the keys. (Keyword only argument.)
         """
-        if (num_heads is None) == (slopes is None):
+        if slopes is not None and num_heads is None:
+            self.slopes = _floats("ALiBi: slopes", slopes, (1,))
+            self.num_heads = self.slopes.shape[0]
+        elif num_heads is not None and slopes is None:
+            self.slopes, self.num_heads = None, num_heads
+        else:
             raise ValueError("ALiBi: give either num_heads or slopes.")
-        self.slopes = None if slopes is None else _floats("ALiBi: slopes", slopes, (1,))
-        self.num_heads = num_heads if slopes is None else self.slopes.shape[0]
         self.offset = offset
 
     def __call__(self, score: Score, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Score:
@@ -219,7 +222,7 @@ class AdditiveBias(AbstractScore):
                 )
 
 
-def _floats(name: str, value: Any, ranks: tuple[int, ...]) -> Any:
+def _floats(name: str, value: Any, ranks: tuple[int, ...]) -> Array:
     array = jnp.asarray(value)
     if array.dtype == jnp.bool_:
         raise TypeError(
