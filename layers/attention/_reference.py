@@ -253,7 +253,13 @@ def _add(a: _Sums, b: _Sums) -> _Sums:
 
 
 def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    def zeros(x):
+        zero = jnp.zeros(x.shape, x.dtype)
+        # Under an explicit mesh the type says how it is sharded; both ends of a loop have one type.
+        spec = getattr(x.sharding, "spec", ()) if x.sharding is not None else ()
+        return jax.sharding.reshard(zero, x.sharding) if any(spec) else zero
+
+    return jax.tree.map(zeros, shapes)
 
 
 def _widen(x: Any) -> Any:
