@@ -361,9 +361,10 @@ def launch(call: Call, *operands) -> list:
     plan = plan_of(found)
     target = _registry.target(found, plan)
     inputs = [
-        _in_own_buffer(jnp.transpose(jnp.reshape(operand, array.shape), array.order))
+        jnp.transpose(jnp.reshape(operand, array.shape), array.order)
         for operand, array in zip(operands, plan.inputs, strict=True)
     ]
+    inputs = _in_own_buffers(inputs)
     inputs += [
         jnp.full(plan.outputs[i].memory_shape, value, plan.outputs[i].dtype)
         for i, value in plan.initial
@@ -378,21 +379,28 @@ def launch(call: Call, *operands) -> list:
         has_side_effect=type(found.kernel).side_effect,
         input_output_aliases=dict(plan.aliases),
     )(*inputs, **_kernel.attributes_of(found.kernel))
+    outputs = _in_own_buffers(outputs[: len(plan.outputs)])
     return [
         jnp.reshape(jnp.transpose(output, np.argsort(array.order).tolist()), want.shape)
-        for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=False)
+        for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=True)
     ]
 
 
-def _in_own_buffer(operand):
-    """Keeps XLA from passing a static slice by a pointer into the sliced array.
+def _in_own_buffers(arrays: Sequence) -> list:
+    """Keeps XLA from giving a kernel a pointer into the middle of an array, as a slice of it or a place to update.
 
-    It does so where the slice's size is a multiple of 128 bytes, whatever its offset (`DynamicSliceFusionRewriterV2`, on by
-    default from jax 0.11 on), and a vector load at such a pointer is misaligned. Costs nothing but for slices, which are
-    copied, as they are in older versions.
+    It does so where the size is a multiple of 128 bytes, whatever the offset (`DynamicSliceFusionRewriterV2`, on by default
+    from jax 0.11 on), and a vector access at such a pointer is misaligned. Costs nothing but for slices and updates, which
+    are copied, as they are in older versions.
     """
-    by_pointer = operand.size > 0 and operand.size * operand.dtype.itemsize % 128 == 0
-    return lax.optimization_barrier(operand) if by_pointer else operand
+    sliced = [
+        i for i, x in enumerate(arrays) if x.size > 0 and x.size * x.dtype.itemsize % 128 == 0
+    ]
+    arrays = list(arrays)
+    if sliced:
+        for i, x in zip(sliced, lax.optimization_barrier([arrays[i] for i in sliced]), strict=True):
+            arrays[i] = x
+    return arrays
 
 
 def _launch_each(call: Call, operands: Sequence) -> list:

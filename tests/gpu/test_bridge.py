@@ -88,6 +88,37 @@ def test_slices_of_bigger_arrays():
     np.testing.assert_allclose(jax.jit(scanned)(rows), 3 * rows, rtol=1e-6)
 
 
+def test_results_written_into_bigger_arrays():
+    """Alignment again: XLA may have the kernel write into the middle of a buffer."""
+    x, y, kernel = bridge_cases.normal(1024), bridge_cases.normal(1024, seed=1), Saxpy(2.0)
+    for start in (3, 4, 32, 64):
+        got = jax.jit(lambda b, x, y, s=start: b.at[s : s + 1024].set(kernel(x, y)))(
+            jnp.zeros(4096), x, y
+        )
+        np.testing.assert_allclose(got[start : start + 1024], 2 * x + y, rtol=1e-5, atol=1e-6)
+
+    def loop(b, x, y):
+        def step(i, b):
+            read = jax.lax.dynamic_slice(b, (i * 1024 + 3,), (1024,))
+            return jax.lax.dynamic_update_slice(b, kernel(x, y) + 0 * read, (i * 1024 + 5,))
+
+        return jax.lax.fori_loop(0, 3, step, b)
+
+    got = jax.jit(loop)(jnp.zeros(4096), x, y)
+    for i in range(3):
+        rows = slice(i * 1024 + 5, i * 1024 + 1029)
+        np.testing.assert_allclose(got[rows], 2 * x + y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_donated_buffer_is_the_result_s():
+    x, y = bridge_cases.normal(1024), bridge_cases.normal(1024, seed=1)
+    step = jax.jit(lambda m, g: Accumulate()(State(m, None), g), donate_argnums=0)
+    assert " copy(" not in step.lower(x, y).compile().as_text()
+    before = (x + 0).block_until_ready()
+    where = before.unsafe_buffer_pointer()
+    assert step(before, y).unsafe_buffer_pointer() == where
+
+
 def test_one_kernel_serves_all_sizes_and_attribute_values():
     x = bridge_cases.normal(300)
     jax.block_until_ready(jax.jit(Saxpy(5.0))(x, x))
