@@ -37,21 +37,28 @@ def _jvp(primals, tangents, *, call: Call):
             f"`{found.name}` cannot be differentiated: it has no `reference`, no `jvp` and no `vjp`. Define one."
         )
     outputs = kernel_p.bind(*primals, call=call)
-    moving = [i for i, (x, t) in enumerate(zip(primals, tangents, strict=True)) if _moves(x, t)]
+    found_tangents = _jvp_of(lambda *some: reference(call, some), primals, tangents)
+    return outputs, [
+        _zero(out) if t.dtype == jax.dtypes.float0 else t
+        for out, t in zip(outputs, found_tangents, strict=True)
+    ]
+
+
+def _jvp_of(function, primals, tangents) -> list:
+    """The outputs' tangents, where some of `tangents` may be symbolic zeros or of integers."""
+    moving = _moving(primals, tangents)
 
     def of_moving(*some):
         operands = list(primals)
         for i, x in zip(moving, some, strict=True):
             operands[i] = x
-        return reference(call, operands)
+        return function(*operands)
 
-    _, found_tangents = jax.jvp(
-        of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
-    )
-    return outputs, [
-        _zero(out) if t.dtype == jax.dtypes.float0 else t
-        for out, t in zip(outputs, found_tangents, strict=True)
-    ]
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _moving(primals, tangents) -> list[int]:
+    return [i for i, (x, t) in enumerate(zip(primals, tangents, strict=True)) if _moves(x, t)]
 
 
 def _moves(primal, tangent) -> bool:
@@ -247,22 +254,11 @@ mlir.register_lowering(tangent_p, _lower)
 
 def _tangent_jvp(primals, tangents, *, params: Linear):
     outputs = tangent_p.bind(*primals, params=params)
-    moving = [i for i, (x, t) in enumerate(zip(primals, tangents, strict=True)) if _moves(x, t)]
-
-    def of_moving(*some):
-        operands = list(primals)
-        for i, x in zip(moving, some, strict=True):
-            operands[i] = x
-        return _tangent(params, *operands)
-
-    if all(
-        i >= params.count for i in moving
-    ):  # linear in these: stay one call, to be transposed as one
+    if all(i >= params.count for i in _moving(primals, tangents)):
+        # Linear in these: it stays one call, to be transposed as one.
         moved = [ad.instantiate_zeros(t) for t in tangents[params.count :]]
         return outputs, _bind_tangent(params, primals[: params.count], moved)
-    return outputs, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[
-        1
-    ]
+    return outputs, _jvp_of(functools.partial(_tangent, params), primals, tangents)
 
 
 ad.primitive_jvps[tangent_p] = _tangent_jvp

@@ -16,7 +16,7 @@ import jax.random as jr
 import numpy as np
 
 from . import _arch, _compile
-from ._kernel import Kernel, attributes_of, brings, name_of
+from ._kernel import Kernel, attributes_of, brings, is_array, name_of
 from ._primitive import Plan, View, flatten, plan_of, view_of
 
 
@@ -232,7 +232,10 @@ def check_kernel(
     )
     peer = jax.jit(lambda *some: kernel.reference(*some))(*arguments)
     with jax.enable_x64(True):
-        oracle = kernel.reference(*jax.tree.map(_on_cpu, jax.tree.map(_widened, arguments)))
+        wide = jax.tree.map(
+            lambda leaf: _on_cpu(_widened(leaf)) if is_array(leaf) else leaf, kernel
+        )
+        oracle = wide.reference(*jax.tree.map(_on_cpu, jax.tree.map(_widened, arguments)))
     assert_as_accurate(actual, oracle=oracle, peer=peer)
     floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(arguments)]
     if not gradients or not any(floats):
@@ -245,7 +248,7 @@ def check_kernel(
     ]
     assert_as_accurate(
         _gradients(kernel, arguments, cotangents),
-        oracle=_widened_gradients(kernel, arguments, cotangents),
+        oracle=_widened_gradients(wide, arguments, cotangents),
         peer=_gradients(kernel.reference, arguments, cotangents),
     )
 
