@@ -15,6 +15,7 @@ from ._errors import (
     CompileError as CompileError,
     CompileTimeout as CompileTimeout,
     DtypeError as DtypeError,
+    InlineError as InlineError,
     SlowPathWarning as SlowPathWarning,
     SpecError as SpecError,
 )

@@ -13,6 +13,10 @@ class DtypeError(TypeError):
     """A dtype that a kernel, or CuTe, does not take."""
 
 
+class InlineError(TypeError):
+    """A function that cannot run inside a kernel. The message names it, its file and line, and what to write instead."""
+
+
 class ArchitectureError(RuntimeError):
     """No GPU architecture to compile for, or one that CuTe does not know."""
 

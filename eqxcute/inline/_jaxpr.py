@@ -1,0 +1,108 @@
+"""What of JAX's own this package leans on beyond its public names, and why, all in one file.
+
+Equations of jaxprs have parameters that JAX does not promise to keep: the inner jaxprs of calls, how many constants a
+scan has, how a typed PRNG key computes. Versions differ; the differences end here.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def is_literal(v: Any) -> bool:
+    return isinstance(v, Literal)
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The equation's primitive on other values. Rules of derivatives go with it."""
+    # JAX 0.8 gives (functions, parameters) here, later versions the parameters alone.
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = found if isinstance(found, tuple) else ((), found)
+    result = eqn.primitive.bind(*functions, *values, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+class _Closed:
+    """A jaxpr that has no constants, as if closed."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr, self.consts = jaxpr, ()
+
+
+def called(eqn: Any) -> Any:
+    """The closed jaxpr of a call."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in eqn.params:
+            inner = eqn.params[name]
+            return inner if hasattr(inner, "consts") else _Closed(inner)
+    raise KeyError(eqn.primitive.name)
+
+
+def scan_parts(eqn: Any, values: Sequence[Any]) -> tuple[list, list, list]:
+    """Constants, carry and what is scanned over."""
+    params = eqn.params
+    if "num_consts" in params:
+        n, m = params["num_consts"], params["num_carry"]
+    else:  # from JAX 0.12 on: three tuples
+        n, m = (len(part) for part in params["ft_in"][:2])
+    return list(values[:n]), list(values[n : n + m]), list(values[n + m :])
+
+
+@functools.lru_cache(maxsize=64)
+def _text_of(name: str, dtypes: tuple[tuple[str, bool], ...]) -> str:
+    function = {"floor_divide": jnp.floor_divide, "remainder": jnp.remainder}[name]
+    specs = [jax.ShapeDtypeStruct((), dtype, weak_type=weak) for dtype, weak in dtypes]
+    (eqn,) = jax.make_jaxpr(lambda a, b: function(a, b))(*specs).jaxpr.eqns
+    return str(called(eqn).jaxpr) if eqn.primitive.name in CALLS else ""
+
+
+def integer_division(eqn: Any) -> str | None:
+    """The row `floor_divide` or `remainder`, if this call is jnp's function of that name on integers.
+
+    jnp takes a dozen primitives for each, after which an interval would know next to nothing. The name is not trusted:
+    the call must be the one that jnp makes.
+    """
+    name = eqn.params.get("name")
+    if name not in ("floor_divide", "remainder"):
+        return None
+    dtypes = tuple((jnp.dtype(v.aval.dtype).name, v.aval.weak_type) for v in eqn.invars)
+    scalars = all(v.aval.shape == () for v in eqn.invars)
+    one = {dtype for dtype, _ in dtypes}
+    if len(one) != 1 or not scalars or not jnp.issubdtype(dtypes[0][0], jnp.integer):
+        return None
+    return name if str(called(eqn).jaxpr) == _text_of(name, dtypes) else None
+
+
+def plain(value: Any) -> Any:
+    """A parameter as plain data."""
+    if isinstance(value, (bool, int, str)):
+        return int(value) if not isinstance(value, (bool, str)) else value
+    if hasattr(value, "value"):  # an enumeration
+        return int(value.value)
+    return jnp.dtype(value).name
+
+
+def key_implementation(dtype: Any) -> Any:
+    """How a typed PRNG key computes: functions of its words. JAX has no public name for them."""
+    return dtype._impl
+
+
+def _is_key(aval: Any) -> bool:
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def word_shape(aval: Any) -> tuple[int, ...]:
+    """The shape of a value's numbers: a key's words are further axes."""
+    return (*aval.shape, *key_implementation(aval.dtype).key_shape) if _is_key(aval) else aval.shape
+
+
+def word_dtype(aval: Any) -> Any:
+    return np.dtype(np.uint32) if _is_key(aval) else aval.dtype

@@ -1,0 +1,291 @@
+"""From a user's function to a `Program`, and the messages when that cannot be."""
+
+import dataclasses
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import InlineError
+from ._code import Argument, Builder, Code, Equation, TooLong, pruned
+from ._scalarise import Known, Outer, Region, Scalariser, Scalars, Step, Unsupported
+
+_HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A scalar function, read once.
+
+    - `code`: what kernels are made from: plain data, hashable.
+    - `name`: the user's function, with file and line, for messages.
+    - `captured_avals`: of the arrays that it captures.
+
+    `prepare` gives the operands of `code` from the captured arrays; `evaluate` runs it under JAX.
+    """
+
+    code: Code
+    name: str
+    captured_avals: tuple[Any, ...]
+    steps: tuple[Step, ...]
+    operands: tuple[int, ...]  # numbers in the environment of the steps
+    regions: tuple[Region, ...]  # in the numbers of `code`, outermost only
+    tree: Any  # the structure of what the function returns
+
+    def environment(self, captured: Sequence[Any]) -> list[Any]:
+        """Everything that is computed before the kernel, by number."""
+        env: dict[int, Any] = dict(enumerate(captured))
+        for step in self.steps:
+            inputs = [v.value if isinstance(v, Known) else env[v.number] for v in step.inputs]
+            env.update(zip(step.outputs, step.run(*inputs), strict=True))
+        return [env.get(i) for i in range(max(env, default=-1) + 1)]
+
+    def prepare(self, captured: Sequence[Any]) -> list[Any]:
+        """The arrays that `code` reads. Plain JAX: gradients pass through to the captured arrays."""
+        env = self.environment(captured)
+        return [env[n] for n in self.operands]
+
+
+def trace(
+    fn: Callable,
+    arguments: Mapping[str, Any] | Sequence[Argument],
+    *,
+    role: str = "the function",
+    check: Callable[[Any], Any] | None = None,
+) -> tuple[Program, list[Any]]:
+    """Reads a scalar function.
+
+    **Arguments:**
+
+    - `fn`: A function of scalars, or an Equinox module that is one. Arrays that it closes over or has as fields are
+        captured: lifted out, so that other values are no other program. Python numbers are part of the program.
+    - `arguments`: The scalars it is called with: `{name: dtype}`, or a sequence of `Argument`.
+    - `role`: What messages call it, such as `mask_fn`. (Keyword only argument.)
+    - `check`: Gets what `fn` returns, and raises or returns it, converted perhaps. (Keyword only argument.)
+
+    **Returns:**
+
+    The program, and the captured arrays in the order in which `Program.prepare` takes them.
+
+    **Raises:**
+
+    `eqxcute.InlineError`, a `TypeError`, that names the function, its file and line, and what to write instead. What
+    JAX can do and a kernel cannot raises later, when a kernel is made of it: until then it runs under JAX.
+    """
+    if isinstance(arguments, Mapping):
+        arguments = [Argument(name, jnp.dtype(dtype).name) for name, dtype in arguments.items()]
+    arrays, rest = eqx.partition(fn, eqx.is_array)
+    leaves, tree = jax.tree.flatten(arrays)
+    shapes: list[Any] = []
+
+    def call(leaves, *scalars):
+        whole = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+        result = whole(*scalars)
+        result = result if check is None else check(result)
+        flat, structure = jax.tree.flatten(result)
+        for x in flat:
+            _check_scalar(role, fn, x)
+        shapes.append(structure)
+        return [jnp.asarray(x) for x in flat]
+
+    specs = [jax.ShapeDtypeStruct((), a.dtype) for a in arguments]
+    try:
+        closed = jax.make_jaxpr(call)(leaves, *specs)
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+        jax.errors.NonConcreteBooleanIndexError,
+    ) as error:
+        raise InlineError(_needs_concrete(role, fn, error)) from error
+    except jax.errors.UnexpectedTracerError as error:
+        raise InlineError(
+            f"{role} {culprit(fn, error)} uses a value that belongs to another trace of JAX, one that has ended: it "
+            "was kept from inside a `jit`, `vmap` or `scan`. Make it an argument of what you call now: a field of an "
+            "Equinox module that is passed in, or a value captured in the same trace."
+        ) from error
+    captured = [*closed.consts, *leaves]
+    program = _program(fn, role, closed.jaxpr, captured, arguments, shapes[-1])
+    return program, captured
+
+
+def _program(fn, role, jaxpr, captured, arguments, tree) -> Program:
+    build = Builder(arguments)
+    scalars = [build.argument(a) for a in arguments]
+    walk = Scalariser(build, lambda eqn: f"{role} {_place(fn, eqn)}")
+    avals = [_aval(x) for x in captured]
+    outers = [walk.outer(aval) for aval in avals]
+    consts, leaves = outers[: len(jaxpr.constvars)], outers[len(jaxpr.constvars) :]
+    indices = [
+        Scalars(np.array(n, np.int64), jax.ShapeDtypeStruct((), a.dtype))
+        for n, a in zip(scalars, arguments, strict=True)
+    ]
+    try:
+        values = walk.run(jaxpr, consts, [*leaves, *indices])
+        results = [int(walk.scalars(v).numbers) for v in values]
+    except Unsupported as error:
+        raise InlineError(f"{role} {describe(fn)}: {error}.") from error
+    except TooLong:
+        raise InlineError(
+            f"{role} {describe(fn)} is more than {build.limit} operations for one pair of indices, its loops "
+            "unrolled. Compute what does not depend on the indices on whole arrays, and read it by index."
+        ) from None
+    return assemble(walk, results, arguments, avals, describe(fn), tree)
+
+
+def assemble(walk: Scalariser, results, arguments, avals, name: str, tree: Any) -> Program:
+    """The program without what its results do not need."""
+    build = walk.build
+    regions = _needed(build.equations, results, walk.regions)
+    keep = [int(n) for r in regions for n in _numbers_of(r)]
+    code, number, used = pruned(arguments, build.operands, build.equations, results, keep)
+    order = sorted(number)
+    regions = [_renumbered(r, number, order) for r in regions]
+    operands = tuple(walk.operands[k] for k in used)
+    steps = _needed_steps(walk.steps, {*operands, *_outers_of(regions)})
+    return Program(code, name, tuple(avals), steps, operands, tuple(regions), tree)
+
+
+def _numbers_of(region: Region) -> list[int]:
+    held = [*(v for v in region.inputs if isinstance(v, Scalars)), *region.outputs]
+    return [int(n) for v in held for n in v.numbers.reshape(-1)]
+
+
+def _needed(equations: Sequence[Equation], results, regions: Sequence[Region]) -> list[Region]:
+    """The regions of which an output is needed, with everything that their inputs need."""
+    needed = set(results)
+    found = []
+    remaining = sorted(regions, key=lambda r: r.start, reverse=True)
+    for n in reversed(range(len(equations))):
+        while remaining and n < remaining[0].stop and remaining[0].start <= n:
+            region = remaining[0]
+            outputs = {int(m) for o in region.outputs for m in o.numbers.reshape(-1)}
+            if not outputs & needed:
+                break
+            found.append(region)
+            needed.update(_numbers_of(region))
+            remaining.pop(0)
+        if remaining and n < remaining[0].start:
+            remaining.pop(0)
+        if n in needed:
+            needed.update(equations[n].inputs)
+    return sorted(found, key=lambda r: r.start)
+
+
+def _renumbered(region: Region, number: Mapping[int, int], order: Sequence[int]) -> Region:
+    def moved(v):
+        if not isinstance(v, Scalars):
+            return v
+        numbers = [number[int(n)] for n in v.numbers.reshape(-1)]
+        return Scalars(np.array(numbers, np.int64).reshape(v.numbers.shape), v.aval)
+
+    inside = [number[n] for n in order if region.start <= n < region.stop]
+    return Region(
+        min(inside),
+        max(inside) + 1,
+        region.run,
+        tuple(map(moved, region.inputs)),
+        tuple(map(moved, region.outputs)),
+    )
+
+
+def _outers_of(regions: Sequence[Region]) -> set[int]:
+    return {v.number for r in regions for v in r.inputs if isinstance(v, Outer)}
+
+
+def _needed_steps(steps: Sequence[Step], needed: set[int]) -> tuple[Step, ...]:
+    kept = []
+    for step in reversed(steps):
+        if needed.intersection(step.outputs):
+            kept.append(step)
+            needed.update(v.number for v in step.inputs if isinstance(v, Outer))
+    return tuple(reversed(kept))
+
+
+def _aval(x: Any) -> Any:
+    dtype = getattr(x, "dtype", None)
+    return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype if dtype is None else dtype)
+
+
+def _check_scalar(role: str, fn: Callable, x: Any) -> None:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float):
+        raise InlineError(
+            f"{role} {describe(fn)} must return a number, but returned {type(x).__name__}."
+        )
+    if np.shape(x) != ():
+        raise InlineError(
+            f"{role} {describe(fn)} must return a number, of shape (), but returned shape {np.shape(x)}. It is called "
+            "for one entry at a time: read captured arrays at its indices."
+        )
+
+
+# Messages
+
+
+def describe(fn: Callable) -> str:
+    """Name, file and line of a user's function, or of its class."""
+    target = _definition(fn)
+    name = getattr(target, "__qualname__", repr(fn))
+    code = getattr(target, "__code__", None)
+    if code is not None:
+        return f'`{name}` (File "{code.co_filename}", line {code.co_firstlineno})'
+    try:
+        line = inspect.getsourcelines(target)[1]
+    except (OSError, TypeError):
+        return f"`{name}`"
+    return f'`{name}` (File "{_source_file(fn)}", line {line})'
+
+
+def _definition(fn: Callable) -> Any:
+    return inspect.unwrap(fn) if inspect.isroutine(fn) else type(fn)
+
+
+def _source_file(fn: Callable) -> str | None:
+    try:
+        return inspect.getsourcefile(_definition(fn))
+    except TypeError:
+        return None
+
+
+def _needs_concrete(role: str, fn: Callable, error: Exception) -> str:
+    """What to write instead of `if q_idx > 3` and of `int(lengths[b])`."""
+    return (
+        f"{role} {culprit(fn, error)} asks for the value of an index at trace time. Its arguments "
+        "are traced scalars: one call stands for all positions. Instead of `if`, `and`, "
+        "`or` and `not` write jnp.where, `&`, `|` and `~`; instead of int(x) or bool(x) use x "
+        "itself; instead of a list or a numpy array read at an index, capture jnp.asarray(...)."
+    )
+
+
+def _is_ours(filename: str) -> bool:
+    libraries = [os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, np) if m.__file__]
+    return filename.startswith((*libraries, _HERE))
+
+
+def culprit(fn: Callable, error: Exception) -> str:
+    """The user's function and line. In a combination of masks it is not `fn` that is at fault
+    but one of its parts, which the traceback knows."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
+    if not frames:
+        return describe(fn)
+    last = frames[-1]
+    line = f"line {last.lineno}" + (f", `{last.line}`" if last.line else "")
+    if last.filename == _source_file(fn):
+        return f"{describe(fn)}, {line},"
+    return f'`{last.name}` (File "{last.filename}", {line})'
+
+
+def _place(fn: Callable, eqn: Any) -> str:
+    """The user's line that an equation comes from."""
+    found = getattr(eqn.source_info, "traceback", None)
+    frames = [] if found is None else [f for f in found.frames if not _is_ours(f.file_name)]
+    if not frames:
+        return describe(fn)
+    first = frames[0]
+    return f'`{first.function_name}` (File "{first.file_name}", line {first.line_num})'
