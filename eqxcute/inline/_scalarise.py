@@ -260,6 +260,8 @@ class Scalariser:
         special = _SPECIAL.get(name)
         if special is not None:
             return special(self, eqn, values)
+        if name in _table.EXPANSIONS:
+            return [self._expanded(eqn, values)]
         name = _table.SYNONYMS.get(name, name)
         total_order = eqn.primitive.name.endswith("_to") and jnp.issubdtype(
             eqn.invars[0].aval.dtype, jnp.floating
@@ -284,6 +286,14 @@ class Scalariser:
         numbers = [
             self.build.op(name, *(int(n) for n in one), **params) for one in zip(*parts, strict=True)
         ]
+        return Scalars(_numbers(numbers, aval.shape), aval)
+
+    def _expanded(self, eqn: Any, values: list[Value]) -> Scalars:
+        aval = eqn.outvars[0].aval
+        parts = [np.broadcast_to(self.scalars(v).numbers, aval.shape).reshape(-1) for v in values]
+        const = functools.partial(self.build.const, dtype=eqn.invars[0].aval.dtype)
+        expand = functools.partial(_table.EXPANSIONS[eqn.primitive.name], self.build.op, const)
+        numbers = [expand(*map(int, one)) for one in zip(*parts, strict=True)]
         return Scalars(_numbers(numbers, aval.shape), aval)
 
     def _check_dtype(self, aval: Any) -> None:

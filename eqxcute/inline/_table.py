@@ -145,3 +145,8 @@ ROWS: dict[str, Row] = {
 
 # The same under another name.
 SYNONYMS = {"add_any": "add", "pow2": "exp2", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
+
+# Primitives that are a few others: from `op(name, *values)` and `const(number)` in the values' dtype.
+EXPANSIONS: dict[str, Callable[..., int]] = {
+    "one_minus_square": lambda op, const, x: op("sub", const(1), op("mul", x, x)),
+}
