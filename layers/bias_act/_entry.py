@@ -21,7 +21,7 @@ class BiasReLUKernel(eqxcute.Kernel):
     """`y = relu(x + bias)`, summed in float32 and rounded once.
 
     All sizes are run-time numbers: one compiled kernel a pair of dtypes serves every width and any
-    rows. A width of any kind is read 16 bytes at a time (`_kernels/lines.py` says how), so nothing
+    rows. A width of any kind is read 16 bytes at a time (`eqxcute/inline/_kernels/lines.py` says how), so nothing
     is gained by compiling it in.
 
     The derivative keeps `y` and nothing else: the gradient passes where `y > 0`.

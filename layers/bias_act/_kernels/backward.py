@@ -19,8 +19,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 from cutlass.memory import SmemAllocator
 
+from eqxcute.inline._kernels.lines import (
+    Place,
+    Plan,
+    column_of_lines,
+    find_place,
+    load,
+    make_plan,
+    store,
+    vector_of,
+)
+
 from .._config import COLUMNS, GROUPS, LOADS, Config
-from .lines import Place, Plan, column_of_lines, find_place, load, make_plan, store, vector_of
 
 
 class Backward:
@@ -44,7 +54,9 @@ class Backward:
         walkers, repeats, width = parts.shape
         places = Int64(repeats) * width
         if width > 0:
-            plan = make_plan(y, self.config, Int32(places // vector_of(y)), walkers)
+            rows, vector = y.shape[0], vector_of(y)
+            line = Int32(places // vector)
+            plan = make_plan(rows, width, vector, self.config, line, walkers)
             self.stream(y, dy, dx, parts, plan).launch(
                 grid=[plan.strips.divisor * walkers, 1, 1],
                 block=[self.config.threads, 1, 1],
@@ -62,7 +74,8 @@ class Backward:
     ):
         place = find_place(plan, self.config.threads)
         if place.at < plan.line:
-            gY, gDy, gDx = [column_of_lines(t, plan, place) for t in (y, dy, dx)]
+            vector = vector_of(y)
+            gY, gDy, gDx = [column_of_lines(t, vector, plan, place) for t in (y, dy, dx)]
             total = cute.make_rmem_tensor(vector_of(y), Float32)
             total.fill(0.0)
             for block in cutlass.range(place.walker, plan.blocks, plan.walkers, unroll=1):

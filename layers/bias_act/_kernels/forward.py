@@ -1,6 +1,6 @@
 """Bias and ReLU: `out = max(x + bias, 0)`, NaN kept.
 
-    grid      (strips * walkers): a CTA walks down one strip, see lines.py
+    grid      (strips * walkers): a CTA walks down one strip, see eqxcute's lines.py
     thread    V biases as float32 in registers, read once
     block     `lines` loads of 16 bytes in flight; then add, maximum, round, store
     end       elements past the last whole vector, one by one, by one thread
@@ -11,21 +11,23 @@ biases come out of a cache. No shared memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
 
-from .._config import Config
-from .lines import (
+from eqxcute.inline._kernels.lines import (
     Place,
     Plan,
     column_of_lines,
     find_place,
+    first_element,
     load,
     make_plan,
-    read_bias,
+    read_row,
     store,
     vector_of,
     wide_line,
 )
+
+from .._config import Config
 
 
 class Forward:
@@ -37,12 +39,13 @@ class Forward:
     @cute.jit
     def __call__(self, stream, x: cute.Tensor, bias: cute.Tensor, out: cute.Tensor):
         if Int64(x.shape[0]) * x.shape[1] > 0:
-            line, walkers = wide_line(x, self.config), Int32(0)
+            (rows, width), vector = x.shape, vector_of(x)
+            line, walkers = wide_line(width, vector, self.config), Int32(0)
             if const_expr(self.config.ctas > 0):
                 walkers = cutlass.max(
                     self.config.ctas // cute.ceil_div(line, self.config.threads), 1
                 )
-            plan = make_plan(x, self.config, line, walkers)
+            plan = make_plan(rows, width, vector, self.config, line, walkers)
             self.kernel(x, bias, out, plan).launch(
                 grid=[plan.strips.divisor * plan.walkers, 1, 1],
                 block=[self.config.threads, 1, 1],
@@ -53,8 +56,9 @@ class Forward:
     def kernel(self, x: cute.Tensor, bias: cute.Tensor, out: cute.Tensor, plan: Plan):
         place = find_place(plan, self.config.threads)
         if place.at < plan.line:
-            held = read_bias(bias, plan, place.at, vector_of(x))
-            gX, gOut = column_of_lines(x, plan, place), column_of_lines(out, plan, place)
+            vector = vector_of(x)
+            held = self.read_bias(bias, plan, place.at, vector)
+            gX, gOut = [column_of_lines(t, vector, plan, place) for t in (x, out)]
             if const_expr(self.config.ctas == 0):
                 self.block(gX, gOut, held, place, place.walker)
             else:
@@ -62,6 +66,14 @@ class Forward:
                     self.block(gX, gOut, held, place, block)
             if (place.at == plan.rest) & (place.walker == 0):
                 self.end(gX[None, plan.full], gOut[None, plan.full], held, plan)
+
+    @cute.jit
+    def read_bias(self, bias: cute.Tensor, plan: Plan, at: Int32, vector: Constexpr) -> cute.Tensor:
+        """The biases under the vector at `at`, as float32."""
+        _, column = first_element(plan, at, vector)
+        wide = cute.make_rmem_tensor(vector, Float32)
+        wide.store(read_row(bias, plan, column, vector).load().to(Float32))
+        return wide
 
     @cute.jit
     def block(self, gX: cute.Tensor, gOut: cute.Tensor, bias: cute.Tensor, place: Place, i: Int32):

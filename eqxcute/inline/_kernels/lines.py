@@ -1,7 +1,8 @@
 """How the kernels cut a (rows, width) array: lines, strips and blocks.
 
-The array is contiguous and starts at a 16-byte boundary, so it is a sequence of 16-byte
-vectors of V elements, whatever its width. A row need not start at a vector, but rows do so
+The array is contiguous and starts at a 16-byte boundary, so it is a sequence of vectors of V
+elements, whatever its width. V elements are 16 bytes of the narrowest array; of a wider one they
+are several accesses of 16 bytes. A row need not start at a vector, but rows do so
 again and again: after every `period` vectors, where
 
     period * V = width * (V / gcd(width, V)).
@@ -33,7 +34,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import CacheEvictionPriority, LoadCacheMode, StoreCacheMode
 
-from .._config import STRIPS, VECTOR_BYTES
+from .._walk import STRIPS, VECTOR_BYTES
 
 
 class Plan(NamedTuple):
@@ -41,7 +42,9 @@ class Plan(NamedTuple):
 
     width: Int32
     period: cute.FastDivmodDivisorV2  # places after which the columns repeat
+    turns: Int32  # rows in a period
     line: Int32  # places in a line
+    rows: Int32  # rows in a line
     strips: cute.FastDivmodDivisorV2
     full: Int32  # whole lines
     rest: Int32  # whole vectors in the line after them
@@ -58,21 +61,33 @@ class Place(NamedTuple):
     walker: Int32
 
 
-def vector_of(x: cute.Tensor) -> int:
-    """V: elements in 16 bytes."""
-    return VECTOR_BYTES * 8 // x.element_type.width
+def vector_of(*arrays: cute.Tensor) -> int:
+    """V: elements in 16 bytes, of the narrowest array."""
+    return VECTOR_BYTES * 8 // min(x.element_type.width for x in arrays)
 
 
 @cute.jit
-def period_of(x: cute.Tensor) -> Int32:
-    bits = x.shape[1] | vector_of(x)
-    return x.shape[1] // (bits & -bits)  # the lowest bit of either is gcd(width, V)
+def turns_of(width: Int32, vector: Constexpr) -> Int32:
+    bits = width | vector
+    return vector // (bits & -bits)  # the lowest bit of either is gcd(width, V)
 
 
 @cute.jit
-def make_plan(x: cute.Tensor, config: Constexpr, line: Int32, walkers: Int32) -> Plan:
+def period_of(width: Int32, vector: Constexpr) -> Int32:
+    bits = width | vector
+    return width // (bits & -bits)
+
+
+@cute.jit
+def make_plan(
+    rows: Int32,
+    width: Int32,
+    vector: Constexpr,
+    config: Constexpr,
+    line: Int32,
+    walkers: Int32,
+) -> Plan:
     """On the host, before the launch. `walkers` 0: one for each block."""
-    vector, (rows, width) = vector_of(x), x.shape
     size = Int64(rows) * width
     vectors = size // vector
     full = Int32(vectors // line)
@@ -82,8 +97,10 @@ def make_plan(x: cute.Tensor, config: Constexpr, line: Int32, walkers: Int32) ->
     blocks = cute.ceil_div(lines, config.lines)
     return Plan(
         width=width,
-        period=cute.fast_divmod_create_divisor_v2(period_of(x)),
+        period=cute.fast_divmod_create_divisor_v2(period_of(width, vector)),
+        turns=turns_of(width, vector),
         line=line,
+        rows=Int32(Int64(line) * vector // width),
         strips=cute.fast_divmod_create_divisor_v2(cute.ceil_div(line, config.threads)),
         full=full,
         rest=rest,
@@ -94,9 +111,9 @@ def make_plan(x: cute.Tensor, config: Constexpr, line: Int32, walkers: Int32) ->
 
 
 @cute.jit
-def wide_line(x: cute.Tensor, config: Constexpr) -> Int32:
+def wide_line(width: Int32, vector: Constexpr, config: Constexpr) -> Int32:
     """Places in a line: one period, or of a narrow array as many as `STRIPS` strips hold."""
-    period = period_of(x)
+    period = period_of(width, vector)
     return period * cutlass.max(STRIPS * config.threads // period, 1)
 
 
@@ -112,9 +129,8 @@ def find_place(plan: Plan, threads: Constexpr) -> Place:
 
 
 @cute.jit
-def column_of_lines(x: cute.Tensor, plan: Plan, place: Place) -> cute.Tensor:
+def column_of_lines(x: cute.Tensor, vector: Constexpr, plan: Plan, place: Place) -> cute.Tensor:
     """What lies at one place of every line: `x` seen as (V, lines)."""
-    vector = vector_of(x)
     down = cute.assume(Int64(plan.line) * vector, divby=vector)
     layout = cute.make_layout((vector, plan.full + 1), stride=(1, down))
     start = cute.assume(Int64(place.at) * vector, divby=vector)
@@ -122,32 +138,33 @@ def column_of_lines(x: cute.Tensor, plan: Plan, place: Place) -> cute.Tensor:
 
 
 @cute.jit
-def first_column(plan: Plan, at: Int32, vector: Constexpr) -> Int32:
-    """The column of element 0 of the vector at `at`: vector * at, modulo the width."""
-    _, at = divmod(at, plan.period)
-    # vector * at is below vector * width now: a few subtractions do for a division.
+def first_element(plan: Plan, at: Int32, vector: Constexpr):
+    """Row (in its line) and column of element 0 of the vector at `at`: V * at, divided by the width."""
+    periods, at = divmod(at, plan.period)
+    # V * at is below V * width now: a few subtractions do for a division.
     column, wide = Int64(at) * vector, Int64(plan.width)
+    row = periods * plan.turns
     for step in range_constexpr(vector.bit_length() - 1):
-        part = wide * (vector >> (step + 1))
-        column = column - part if column >= part else column
-    return Int32(column)
+        share = vector >> (step + 1)
+        above = column >= wide * share
+        column = column - wide * share if above else column
+        row = row + share if above else row
+    return row, Int32(column)
 
 
 @cute.jit
-def read_bias(bias: cute.Tensor, plan: Plan, at: Int32, vector: Constexpr) -> cute.Tensor:
-    """The biases under the vector at `at`, as float32 in registers."""
-    held = cute.make_rmem_tensor(vector, bias.element_type)
-    column = first_column(plan, at, vector)
+def read_row(row: cute.Tensor, plan: Plan, column: Int32, vector: Constexpr) -> cute.Tensor:
+    """The V elements of a row from `column` on, and from its start again, in registers."""
+    held = cute.make_rmem_tensor(vector, row.element_type)
     if plan.width % vector == 0:
-        start = cute.domain_offset((cute.assume(column, divby=vector),), bias)
-        cute.autovec_copy(cute.make_tensor(start.iterator, held.layout), held)
+        start = row.iterator + cute.assume(column, divby=vector)
+        cute.autovec_copy(cute.make_tensor(start, held.layout), held)
     else:
+        flat = cute.make_tensor(row.iterator, cute.make_layout(plan.width))
         for j in range_constexpr(vector):
-            held[j] = bias[column]
+            held[j] = flat[column]
             column = column + 1 if column + 1 < plan.width else 0
-    wide = cute.make_rmem_tensor(vector, Float32)
-    wide.store(held.load().to(Float32))
-    return wide
+    return held
 
 
 @cute.jit
@@ -158,12 +175,8 @@ def load(x: cute.Tensor, hint: Constexpr) -> cute.Tensor:
         extra["l1c_evict_priority"] = CacheEvictionPriority.NO_ALLOCATE
     if const_expr(hint == "streaming"):
         extra["load_cache_mode"] = LoadCacheMode.STREAMING
-    bits = 8 * VECTOR_BYTES
-    atom = cute.make_copy_atom(
-        cute.nvgpu.CopyG2ROp(), x.element_type, num_bits_per_copy=bits, **extra
-    )
     held = cute.make_rmem_tensor_like(x)
-    cute.copy(atom, x, held)
+    move(cute.nvgpu.CopyG2ROp(), x, held, extra)
     return held
 
 
@@ -175,8 +188,15 @@ def store(held: cute.Tensor, x: cute.Tensor, hint: Constexpr):
         extra["l1c_evict_priority"] = CacheEvictionPriority.NO_ALLOCATE
     if const_expr(hint == "streaming"):
         extra["store_cache_mode"] = StoreCacheMode.STREAMING
-    bits = 8 * VECTOR_BYTES
+    move(cute.nvgpu.CopyR2GOp(), held, x, extra)
+
+
+def move(op, source: cute.Tensor, target: cute.Tensor, hints: dict) -> None:
+    """In accesses of 16 bytes."""
+    each = vector_of(source)
     atom = cute.make_copy_atom(
-        cute.nvgpu.CopyR2GOp(), x.element_type, num_bits_per_copy=bits, **extra
+        op, source.element_type, num_bits_per_copy=8 * VECTOR_BYTES, **hints
     )
-    cute.copy(atom, held, x)
+    source, target = cute.zipped_divide(source, (each,)), cute.zipped_divide(target, (each,))
+    for i in range(cute.size(source, mode=[1])):
+        cute.copy(atom, source[None, i], target[None, i])
