@@ -155,9 +155,7 @@ class Builder:
 
     def size(self, operand: int, dim: int) -> int:
         equation = Equation("size", "int32", params=(("operand", operand), ("dim", dim)))
-        return self._append(
-            equation, Interval(np.int32(1), np.int32(2**31 - 1), np.False_)
-        )
+        return self._append(equation, Interval(np.int32(1), np.int32(2**31 - 1), np.False_))
 
     def read(self, operand: int, indices: Sequence[int]) -> int:
         dtype = self.operands[operand].dtype
@@ -170,6 +168,19 @@ class Builder:
         items = (("why", why), *sorted(params.items()))
         equation = Equation("opaque", name, tuple(inputs), items)
         return self._append(equation, everything(name), share=False)
+
+    def copy(self, n: int) -> int:
+        """The same value under a number of its own."""
+        equation = Equation("copy", self.equations[n].dtype, (n,))
+        return self._append(equation, self.intervals[n], share=False)
+
+    def back(self, count: int) -> None:
+        """Forgets all but the first `count` equations."""
+        for n in range(count, len(self.equations)):
+            for scope in self._known:
+                if scope.get(self.equations[n], -1) >= count:
+                    del scope[self.equations[n]]
+        del self.equations[count:], self.intervals[count:]
 
     def op(self, name: str, *inputs: int, **params: Any) -> int:
         """A row of the table. Returns an older value if that is what it must be."""
@@ -220,7 +231,7 @@ def _simpler(
     if name == "select_n" and len(set(inputs[1:])) == 1:
         return inputs[1]
     kind = build.equations[inputs[0]].dtype
-    if name == "convert_element_type" and params["new_dtype"] == kind:
+    if name == "copy" or (name == "convert_element_type" and params["new_dtype"] == kind):
         return inputs[0]
     if jnp.issubdtype(kind, jnp.floating):
         return None
@@ -234,7 +245,9 @@ def _simpler(
     zero = [i for i in (0, 1) if len(inputs) == 2 and intervals[i].lo == intervals[i].hi == 0]
     if name == "add" and zero:
         return inputs[1 - zero[0]]
-    if name in ("sub", "shift_left", "shift_right_logical", "shift_right_arithmetic") and zero == [1]:
+    if name in ("sub", "shift_left", "shift_right_logical", "shift_right_arithmetic") and zero == [
+        1
+    ]:
         return inputs[0]
     if name == "mul" and len(inputs) == 2:
         for i in (0, 1):
@@ -248,7 +261,10 @@ def _simpler(
                 return inputs[1 - i]
     if name == "ne" and zero == [1]:
         source = build.equations[inputs[0]]
-        if source.op == "convert_element_type" and build.equations[source.inputs[0]].dtype == "bool":
+        if (
+            source.op == "convert_element_type"
+            and build.equations[source.inputs[0]].dtype == "bool"
+        ):
             return source.inputs[0]
     return None
 

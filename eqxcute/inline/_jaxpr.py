@@ -14,7 +14,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
-RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+# Functions with derivative rules of their own; the last, from JAX 0.12 on, are JAX's own ones (searchsorted, ldexp).
+RULED = frozenset(
+    {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "call_hi_primitive"}
+)
 
 
 def is_literal(v: Any) -> bool:
@@ -39,6 +42,8 @@ class _Closed:
 
 def called(eqn: Any) -> Any:
     """The closed jaxpr of a call."""
+    if "_prim" in eqn.params:
+        return _expanded(eqn.params["_prim"])
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in eqn.params:
             inner = eqn.params[name]
@@ -46,13 +51,23 @@ def called(eqn: Any) -> Any:
     raise KeyError(eqn.primitive.name)
 
 
+def _expanded(primitive: Any) -> Any:
+    """What one of JAX's composed primitives does. `expand` takes and returns trees."""
+
+    def run(*values):
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
+
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in primitive.in_avals_flat]
+    return jax.make_jaxpr(run)(*specs)
+
+
 def scan_parts(eqn: Any, values: Sequence[Any]) -> tuple[list, list, list]:
     """Constants, carry and what is scanned over."""
     params = eqn.params
     if "num_consts" in params:
         n, m = params["num_consts"], params["num_carry"]
-    else:  # from JAX 0.12 on: three tuples
-        n, m = (len(part) for part in params["ft_in"][:2])
+    else:  # from JAX 0.12 on: three trees
+        n, m, _ = (len(part) for part in params["ft_in"].unpack())
     return list(values[:n]), list(values[n : n + m]), list(values[n + m :])
 
 
@@ -95,14 +110,42 @@ def key_implementation(dtype: Any) -> Any:
     return dtype._impl
 
 
-def _is_key(aval: Any) -> bool:
+def is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def word_shape(aval: Any) -> tuple[int, ...]:
     """The shape of a value's numbers: a key's words are further axes."""
-    return (*aval.shape, *key_implementation(aval.dtype).key_shape) if _is_key(aval) else aval.shape
+    return (*aval.shape, *key_implementation(aval.dtype).key_shape) if is_key(aval) else aval.shape
+
+
+def words(value: Any) -> np.ndarray:
+    """A concrete value's numbers."""
+    if is_key(value):
+        with jax.ensure_compile_time_eval():
+            value = jax.random.key_data(value)
+    return np.asarray(value)
 
 
 def word_dtype(aval: Any) -> Any:
-    return np.dtype(np.uint32) if _is_key(aval) else aval.dtype
+    return np.dtype(np.uint32) if is_key(aval) else aval.dtype
+
+
+def has_ended(value: Any) -> bool:
+    """Whether this is a tracer of a transformation that is over.
+
+    JAX marks most traces when they end; of a `jit` it only empties the frame. Where that is not so any more, JAX's own
+    error comes, later.
+    """
+    return isinstance(value, jax.core.Tracer) and _trace_has_ended(value._trace)
+
+
+def _trace_has_ended(trace: Any) -> bool:
+    if trace is None:
+        return False
+    constants = getattr(getattr(trace, "frame", None), "constid_to_tracer", None)
+    if not getattr(trace, "is_valid", lambda: True)() or type(constants) is dict:
+        return True
+    return any(
+        _trace_has_ended(getattr(trace, name, None)) for name in ("parent_trace", "tangent_trace")
+    )

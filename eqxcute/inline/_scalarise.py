@@ -10,6 +10,7 @@ Three kinds of values meet here:
 Walking a jaxpr needs names that JAX does not promise to keep. They all stand in this file and in `_jaxpr.py`.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -48,11 +49,15 @@ Value = Known | Outer | Scalars
 
 
 class Step(NamedTuple):
-    """A part of what is computed before the kernel: `run(*inputs)` gives a list."""
+    """A part of what is computed before the kernel: `run(*inputs)` gives a list.
+
+    `moves`: it only moves numbers, so it runs in any dtype.
+    """
 
     run: Callable[..., list]
     inputs: tuple[Known | Outer, ...]
     outputs: tuple[int, ...]
+    moves: bool = False
 
 
 class Region(NamedTuple):
@@ -70,7 +75,18 @@ class Region(NamedTuple):
 
 
 class Unsupported(Exception):
-    """Not a program for a kernel. The message says what it met and what to write instead."""
+    """Not a program for a kernel. The message says what it met and what to write instead.
+
+    `placed`: it says where, too.
+    """
+
+    def __init__(self, message: str, placed: bool = False):
+        super().__init__(message)
+        self.placed = placed
+
+
+class Refused(Unsupported):
+    """Nor in parts: JAX has to run the whole function as it is."""
 
 
 class Scalariser:
@@ -84,6 +100,8 @@ class Scalariser:
         self.operands: list[int] = []  # numbers of Outer values that are read
         self.outers = 0
         self._dims: list[tuple[int, ...]] = []
+        self._inside = ""  # where what JAX expands while we trace comes from
+        self._constants: dict[int, tuple[Any, Outer]] = {}  # by identity
 
     # Values
 
@@ -91,9 +109,11 @@ class Scalariser:
         self.outers += 1
         return Outer(self.outers - 1, aval)
 
-    def prepare(self, run: Callable, inputs: Sequence[Known | Outer], avals: Sequence) -> list[Outer]:
+    def prepare(
+        self, run: Callable, inputs: Sequence[Known | Outer], avals: Sequence, moves: bool = False
+    ) -> list[Outer]:
         outputs = [self.outer(aval) for aval in avals]
-        self.steps.append(Step(run, tuple(inputs), tuple(o.number for o in outputs)))
+        self.steps.append(Step(run, tuple(inputs), tuple(o.number for o in outputs), moves))
         return outputs
 
     def scalars(self, value: Value) -> Scalars:
@@ -101,10 +121,11 @@ class Scalariser:
         if isinstance(value, Scalars):
             return value
         if isinstance(value, Known):
-            array = np.asarray(value.value)
+            aval = _aval(np.shape(value.value), value.value.dtype)
+            array = _jaxpr.words(value.value)
             self._check_small(array.shape)
             numbers = [self.build.const(x, array.dtype) for x in array.reshape(-1)]
-            return Scalars(_numbers(numbers, array.shape), _aval(array.shape, array.dtype))
+            return Scalars(_numbers(numbers, array.shape), aval)
         if jax.dtypes.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
             return self._key_words(value)
         self._check_small(value.aval.shape)
@@ -115,7 +136,9 @@ class Scalariser:
         return Scalars(_numbers(numbers, value.aval.shape), value.aval)
 
     def _key_words(self, key: Outer) -> Scalars:
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.aval.shape, key.aval.dtype))
+        words = jax.eval_shape(
+            jax.random.key_data, jax.ShapeDtypeStruct(key.aval.shape, key.aval.dtype)
+        )
         (data,) = self.prepare(lambda k: [jax.random.key_data(k)], [key], [words])
         return Scalars(self.scalars(data).numbers, key.aval)
 
@@ -143,7 +166,9 @@ class Scalariser:
     def read(self, array: Outer, indices: Sequence[int]) -> int:
         k = self.operand(array)
         dims = range(len(indices))
-        return self.build.read(k, [self._index(k, d, i) for d, i in zip(dims, indices, strict=True)])
+        return self.build.read(
+            k, [self._index(k, d, i) for d, i in zip(dims, indices, strict=True)]
+        )
 
     def _index(self, operand: int, dim: int, i: int) -> int:
         """As int32, with the array's size where jnp has the number itself: another length is no other code.
@@ -154,9 +179,20 @@ class Scalariser:
         e = build.equations[i]
         if e.op == "select_n" and len(e.inputs) == 3:
             test, same, moved = (build.equations[n] for n in e.inputs)
-            below = test.op == "lt" and test.inputs[0] == e.inputs[1] and build.is_const(test.inputs[1])
-            added = moved.op == "add" and moved.inputs[0] == e.inputs[1] and build.is_const(moved.inputs[1])
-            if below and added and build.value(test.inputs[1]) == 0 and build.value(moved.inputs[1]) == size:
+            below = (
+                test.op == "lt" and test.inputs[0] == e.inputs[1] and build.is_const(test.inputs[1])
+            )
+            added = (
+                moved.op == "add"
+                and moved.inputs[0] == e.inputs[1]
+                and build.is_const(moved.inputs[1])
+            )
+            if (
+                below
+                and added
+                and build.value(test.inputs[1]) == 0
+                and build.value(moved.inputs[1]) == size
+            ):
                 inner = self._int32(e.inputs[1])
                 return build.op("wrap", inner, build.size(operand, dim))
         return self._int32(i)
@@ -193,56 +229,81 @@ class Scalariser:
 
     def captured(self, const: Any) -> Known | Outer:
         """A constant of an inner jaxpr: it is known when the kernel is prepared."""
-        aval = _aval(np.shape(const), getattr(const, "dtype", np.asarray(const).dtype))
-        return self.prepare(lambda: [const], [], [aval])[0]
+        if id(const) not in self._constants:
+            dtype = const.dtype if hasattr(const, "dtype") else np.asarray(const).dtype
+            (outer,) = self.prepare(lambda: [const], [], [_aval(np.shape(const), dtype)])
+            self._constants[id(const)] = const, outer
+        return self._constants[id(const)][1]
 
     def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
         if all(isinstance(v, Known) for v in values):
             with jax.ensure_compile_time_eval():
                 return [Known(x) for x in _jaxpr.bind(eqn, [v.value for v in values])]
+        name = eqn.primitive.name
         if not any(isinstance(v, Scalars) for v in values):
+            if name in _jaxpr.CALLS:
+                return self.closed(_jaxpr.called(eqn), values)
             avals = [v.aval for v in eqn.outvars]
-            return list(self.prepare(functools.partial(_bind, eqn), values, avals))
-        mark = self._mark()
+            moves = name in _MOVES or name in _MORE_MOVES
+            return list(self.prepare(functools.partial(_bind, eqn), values, avals, moves))
+        equations, regions = len(self.build.equations), len(self.regions)
         try:
             return self._of_scalars(eqn, values)
+        except Refused:
+            raise
         except Unsupported as error:
-            self._back(mark)
-            return self._opaque(eqn, values, f"{self.where(eqn)} {error}")
+            why = str(error) if error.placed else f"{self.place(eqn)} {error}"
         except TooLong:
-            if mark[0] > self.build.limit // 2:
+            if equations > self.build.limit // 2:
                 raise
-            self._back(mark)
-            return self._opaque(
-                eqn, values, f"{self.where(eqn)} `{eqn.primitive.name}` unrolls to too many operations"
-            )
+            why = f"{self.place(eqn)} `{eqn.primitive.name}` unrolls to too many operations"
+        self.build.back(equations)
+        del self.regions[regions:]
+        return self._opaque(eqn, values, why)
 
-    def _mark(self) -> tuple:
-        return len(self.build.equations), len(self.regions)
+    def place(self, eqn: Any) -> str:
+        """The user's line. What JAX expands while we trace has that of the call."""
+        return self._inside or self.where(eqn)
 
-    def _back(self, mark: tuple) -> None:
-        """Forget regions inside what becomes opaque. Equations stay, and are pruned if nothing needs them."""
-        del self.regions[mark[1] :]
+    @contextlib.contextmanager
+    def _within(self, eqn: Any):
+        before, self._inside = self._inside, self.place(eqn)
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def _opaque(self, eqn: Any, values: list[Value], why: str) -> list[Value]:
+        if eqn.effects:
+            raise Refused(
+                f"{self.place(eqn)} prints, or calls back to Python: kernels cannot", True
+            )
+        return list(
+            self.opaque(functools.partial(_bind, eqn), values, [v.aval for v in eqn.outvars], why)
+        )
+
+    def opaque(
+        self, run: Callable, values: Sequence[Value], avals: Sequence, why: str
+    ) -> list[Scalars]:
         """JAX computes it, no kernel can."""
-        held = [v if not isinstance(v, Known) or np.ndim(v.value) == 0 else v for v in values]
-        inputs = sorted({int(n) for v in held if isinstance(v, Scalars) for n in v.numbers.reshape(-1)})
+        inputs = sorted(
+            {int(n) for v in values if isinstance(v, Scalars) for n in v.numbers.reshape(-1)}
+        )
         start = len(self.build.equations)
         outputs = []
-        for var in eqn.outvars:
-            shape = _jaxpr.word_shape(var.aval)
+        for aval in avals:
+            shape = _jaxpr.word_shape(aval)
             if math.prod(shape) > ELEMENTS:
-                raise Unsupported(f"{why}; its result has shape {tuple(shape)}")
+                raise Unsupported(f"{why}; its result has shape {tuple(shape)}", placed=True)
             numbers = [
-                self.build.opaque(_jaxpr.word_dtype(var.aval), why, inputs) for _ in range(math.prod(shape))
+                self.build.opaque(_jaxpr.word_dtype(aval), why, inputs)
+                for _ in range(math.prod(shape))
             ]
-            outputs.append(Scalars(_numbers(numbers, shape), var.aval))
+            outputs.append(Scalars(_numbers(numbers, shape), aval))
         stop = len(self.build.equations)
-        self.regions.append(
-            Region(start, stop, functools.partial(_bind, eqn), tuple(held), tuple(outputs))
-        )
-        return list(outputs)
+        if stop > start:
+            self.regions.append(Region(start, stop, run, tuple(values), tuple(outputs)))
+        return outputs
 
     def _of_scalars(self, eqn: Any, values: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
@@ -279,14 +340,26 @@ class Scalariser:
     # Elementwise
 
     def _elementwise(self, eqn: Any, name: str, values: list[Value], **params: Any) -> Scalars:
+        def combine(*one):
+            return self.build.op(name, *one, **params)
+
+        return self._mapped(eqn, combine, values)
+
+    def _mapped(self, eqn: Any, combine: Callable[..., int], values: list[Value]) -> Scalars:
+        """`combine` of each element of the inputs."""
         aval = eqn.outvars[0].aval
-        self._check_dtype(aval)
-        parts = [self.scalars(v).numbers for v in values]
-        parts = [np.broadcast_to(p, aval.shape).reshape(-1) for p in parts]
-        numbers = [
-            self.build.op(name, *(int(n) for n in one), **params) for one in zip(*parts, strict=True)
-        ]
-        return Scalars(_numbers(numbers, aval.shape), aval)
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            raise Unsupported(f"computes a {aval.dtype} number: kernels compute with real ones")
+        shape, words = _jaxpr.word_shape(aval), len(_jaxpr.word_shape(aval)) - len(aval.shape)
+        parts = []
+        for v, of in zip(values, eqn.invars, strict=True):
+            p = self.scalars(v).numbers
+            if words and not _jaxpr.is_key(of.aval):  # the choice between keys
+                p = p[..., *[None] * words]
+            parts.append(np.broadcast_to(p, shape).reshape(-1))
+        return Scalars(
+            _numbers([combine(*map(int, one)) for one in zip(*parts, strict=True)], shape), aval
+        )
 
     def _expanded(self, eqn: Any, values: list[Value]) -> Scalars:
         aval = eqn.outvars[0].aval
@@ -296,15 +369,15 @@ class Scalariser:
         numbers = [expand(*map(int, one)) for one in zip(*parts, strict=True)]
         return Scalars(_numbers(numbers, aval.shape), aval)
 
-    def _check_dtype(self, aval: Any) -> None:
-        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            raise Unsupported(f"computes a {aval.dtype} number: kernels compute with real ones")
-
     # Moves: which element of the inputs each element of the result is
 
     def _moved(self, eqn: Any, values: list[Value]) -> Scalars:
-        parts = [self.scalars(v).numbers for v in values]
-        return Scalars(_MOVES[eqn.primitive.name](eqn.params, *parts), eqn.outvars[0].aval)
+        parts, aval = [self.scalars(v).numbers for v in values], eqn.outvars[0].aval
+        move = functools.partial(_MOVES[eqn.primitive.name], eqn.params)
+        if not _jaxpr.is_key(aval):
+            return Scalars(move(*parts), aval)
+        words = range(parts[0].shape[-1])
+        return Scalars(np.stack([move(*(p[..., w] for p in parts)) for w in words], -1), aval)
 
     def _split(self, eqn: Any, values: list[Value]) -> list[Value]:
         numbers, axis = self.scalars(values[0]).numbers, eqn.params["axis"]
@@ -340,7 +413,9 @@ class Scalariser:
         rows = np.transpose(numbers, [*kept, *axes]).reshape(math.prod(aval.shape), -1)
         empty = self.build.const(start(aval.dtype), aval.dtype) if rows.shape[1] == 0 else -1
         results = [
-            functools.reduce(functools.partial(self.build.op, name), map(int, row)) if len(row) else empty
+            functools.reduce(functools.partial(self.build.op, name), map(int, row))
+            if len(row)
+            else empty
             for row in rows
         ]
         return Scalars(_numbers(results, aval.shape), aval)
@@ -367,7 +442,9 @@ class Scalariser:
 
     def _cumulative(self, eqn: Any, values: list[Value]) -> list[Value]:
         numbers, axis = self.scalars(values[0]).numbers, eqn.params["axis"]
-        name = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}[eqn.primitive.name]
+        name = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}[
+            eqn.primitive.name
+        ]
         rows = np.moveaxis(numbers, axis, 0).copy()
         order = range(len(rows))
         previous = None
@@ -411,7 +488,11 @@ class Scalariser:
                 for y in other:
                     parts = [product(m, n) for m, n in zip(x, y, strict=True)]
                     zero = build.const(0, aval.dtype)
-                    results.append(functools.reduce(functools.partial(build.op, "add"), parts) if parts else zero)
+                    results.append(
+                        functools.reduce(functools.partial(build.op, "add"), parts)
+                        if parts
+                        else zero
+                    )
         return [Scalars(_numbers(results, aval.shape), aval)]
 
     # Indexing
@@ -420,8 +501,7 @@ class Scalariser:
         """One element, at indices that are in range or clamped by `read`."""
         build = self.build
         if isinstance(value, Known) and not all(map(build.is_const, indices)):
-            array = np.asarray(value.value)
-            value = self.prepare(lambda: [jnp.asarray(array)], [], [_aval(array.shape, array.dtype)])[0]
+            value = self.captured(value.value)
         if isinstance(value, Outer):
             return self.read(value, indices)
         numbers = self.scalars(value).numbers
@@ -434,13 +514,18 @@ class Scalariser:
             for j, row in enumerate(rows[1:], 1):
                 here = build.op("ge", self._int32(i), build.const(j, np.int32))
                 chosen = np.array(
-                    [build.op("select_n", here, int(a), int(b)) for a, b in zip(chosen, row, strict=True)],
+                    [
+                        build.op("select_n", here, int(a), int(b))
+                        for a, b in zip(chosen, row, strict=True)
+                    ],
                     np.int64,
                 )
             numbers = chosen.reshape(numbers.shape[1:])
         return int(numbers)
 
-    def _start(self, value: Value, dim: int, shape: tuple[int, ...], start: int, window: int) -> int:
+    def _start(
+        self, value: Value, dim: int, shape: tuple[int, ...], start: int, window: int
+    ) -> int:
         """Where a window of a slice begins: clamped, so that the window ends in the array."""
         build = self.build
         if window == 1:
@@ -462,7 +547,9 @@ class Scalariser:
         shape = eqn.invars[0].aval.shape
         starts = [int(self.scalars(v).numbers) for v in values[1:]]
         starts = [self._start(value, d, shape, s, sizes[d]) for d, s in enumerate(starts)]
-        return [self._window(value, aval, lambda at: [(s, i) for s, i in zip(starts, at, strict=True)])]
+        return [
+            self._window(value, aval, lambda at: [(s, i) for s, i in zip(starts, at, strict=True)])
+        ]
 
     def _window(self, value: Value, aval: Any, places: Callable) -> Scalars:
         """`places(index)` of the result gives, for each dim of `value`, a start and an offset from it."""
@@ -493,7 +580,9 @@ class Scalariser:
             starts: list[Any] = [None] * len(shape)
             for j, d in enumerate(dims.start_index_map):
                 starts[d] = int(indices[(*batch, j)])
-            for d, s in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
+            for d, s in zip(
+                dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True
+            ):
                 starts[d] = build.const(batch[s], np.int32)
             offsets = dict(zip(windowed, (at[d] for d in dims.offset_dims), strict=True))
             return [
@@ -503,7 +592,8 @@ class Scalariser:
 
         def clamped(at):
             return [
-                (self._start(value, d, shape, s, sizes[d]), i) for d, (s, i) in enumerate(places(at))
+                (self._start(value, d, shape, s, sizes[d]), i)
+                for d, (s, i) in enumerate(places(at))
             ]
 
         result = self._window(value, aval, clamped)
@@ -543,7 +633,9 @@ class Scalariser:
         numbers, update = (self.scalars(v).numbers for v in values[:2])
         starts = [self._int32(int(self.scalars(v).numbers)) for v in values[2:]]
         if not all(map(self.build.is_const, starts)):
-            raise Unsupported("writes into an array at an index that is not known when it is traced")
+            raise Unsupported(
+                "writes into an array at an index that is not known when it is traced"
+            )
         at = [
             min(max(int(self.build.value(s)), 0), n - m)
             for s, n, m in zip(starts, numbers.shape, update.shape, strict=True)
@@ -562,11 +654,11 @@ class Scalariser:
             return self.closed(branches[at], arguments)
         results = [[self.scalars(v) for v in self.closed(b, arguments)] for b in branches]
         build = self.build
+        kind = build.equations[n].dtype
+        n = build.op("max", n, build.const(0, kind))
         if len(branches) == 2:
-            n = build.op("ne", n, build.const(0, build.equations[n].dtype))
+            n = build.op("ne", n, build.const(0, kind))
         else:
-            kind = build.equations[n].dtype
-            n = build.op("max", n, build.const(0, kind))
             n = build.op("min", n, build.const(len(branches) - 1, kind))
         outputs = []
         for i, var in enumerate(eqn.outvars):
@@ -624,23 +716,45 @@ class Scalariser:
         raise Unsupported(f"has a loop of more than {STEPS} steps")
 
     def _ruled(self, eqn: Any, values: list[Value]) -> list[Value]:
-        """A function with a derivative rule of its own."""
-        held = [v if isinstance(v, Known) else v for v in values]
-        start = len(self.build.equations)
-        nested = len(self.regions)
-        self.build.enter()
+        """A function with a derivative rule of its own. Rules are about floats."""
+        if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+            with self._within(eqn) if "_prim" in eqn.params else contextlib.nullcontext():
+                return self.closed(_jaxpr.called(eqn), values)
+        # A captured number is a value like others: who differentiates sees what it is read from.
+        values = [
+            self.scalars(v) if isinstance(v, Outer) and v.aval.shape == () else v for v in values
+        ]
+        start, nested = len(self.build.equations), len(self.regions)
+        self.build.enter()  # equations inside are skipped by who runs the rule: nobody else may use them
         try:
-            outputs = [self.scalars(v) for v in self.closed(_jaxpr.called(eqn), values)]
+            with self._within(eqn) if "_prim" in eqn.params else contextlib.nullcontext():
+                inner = [self.scalars(v) for v in self.closed(_jaxpr.called(eqn), values)]
+            taken: set[int] = set()
+            outputs = [
+                Scalars(self._own(o.numbers, start, taken), v.aval)
+                for o, v in zip(inner, eqn.outvars, strict=True)
+            ]
         finally:
             self.build.leave()
         del self.regions[nested:]
+        run = functools.partial(_bind, eqn)
         stop = len(self.build.equations)
-        outputs = [Scalars(o.numbers, v.aval) for o, v in zip(outputs, eqn.outvars, strict=True)]
-        # An output may be an older value, an argument for one: under JAX it is the rule's own.
-        if stop > start and all(int(n) >= start for o in outputs for n in o.numbers.reshape(-1)):
-            run = functools.partial(_bind, eqn)
-            self.regions.append(Region(start, stop, run, tuple(held), tuple(outputs)))
+        if stop > start:
+            self.regions.append(Region(start, stop, run, tuple(values), tuple(outputs)))
         return list(outputs)
+
+    def _own(self, numbers: np.ndarray, start: int, taken: set[int]) -> np.ndarray:
+        """With floats that are older than `start`, or an output already, under new numbers: each has its own
+        derivative."""
+        result = []
+        for n in map(int, numbers.reshape(-1)):
+            if jnp.issubdtype(self.build.equations[n].dtype, jnp.floating) and (
+                n < start or n in taken
+            ):
+                n = self.build.copy(n)
+            taken.add(n)
+            result.append(n)
+        return _numbers(result, numbers.shape)
 
     # Random bits: a key's words are values like any others
 
@@ -654,20 +768,29 @@ class Scalariser:
         function = _random.words_function(eqn)
         specs = [jax.ShapeDtypeStruct(p.numbers.shape, _jaxpr.word_dtype(p.aval)) for p in parts]
         closed = jax.make_jaxpr(function)(*specs)
-        words = [Scalars(p.numbers, _aval(s.shape, s.dtype)) for p, s in zip(parts, specs, strict=True)]
-        (result,) = self.closed(closed, words)
+        words = [
+            Scalars(p.numbers, _aval(s.shape, s.dtype)) for p, s in zip(parts, specs, strict=True)
+        ]
+        with self._within(eqn):
+            (result,) = self.closed(closed, words)
         return [Scalars(self.scalars(result).numbers, aval)]
 
     def _threefry(self, eqn: Any, values: list[Value]) -> list[Value]:
         shape = eqn.outvars[0].aval.shape
         parts = [np.broadcast_to(self.scalars(v).numbers, shape).reshape(-1) for v in values]
-        pairs = [_random.threefry2x32(self.build, *map(int, one)) for one in zip(*parts, strict=True)]
+        pairs = [
+            _random.threefry2x32(self.build, *map(int, one)) for one in zip(*parts, strict=True)
+        ]
         return [
-            Scalars(_numbers([pair[i] for pair in pairs], shape), eqn.outvars[i].aval) for i in (0, 1)
+            Scalars(_numbers([pair[i] for pair in pairs], shape), eqn.outvars[i].aval)
+            for i in (0, 1)
         ]
 
     def _same(self, eqn: Any, values: list[Value]) -> list[Value]:
-        return [Scalars(self.scalars(v).numbers, o.aval) for v, o in zip(values, eqn.outvars, strict=True)]
+        return [
+            Scalars(self.scalars(v).numbers, o.aval)
+            for v, o in zip(values, eqn.outvars, strict=True)
+        ]
 
 
 def _bind(eqn: Any, *values: Any) -> list:
@@ -718,6 +841,9 @@ _MOVES: dict[str, Callable[..., np.ndarray]] = {
     "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
     "transpose": lambda p, x: np.transpose(x, p["permutation"]),
 }
+
+# More of them, that know captured arrays only.
+_MORE_MOVES = frozenset({"copy", "copy_p", "dynamic_slice", "gather", "split", "unstack"})
 
 
 def _lowest(dtype):

@@ -110,6 +110,8 @@ ROWS: dict[str, Row] = {
     ),
     "bitcast_convert_type": Row(_bitcast, interval.unknown, "number", 1, None, ("new_dtype",)),
     "stop_gradient": Row(lax.stop_gradient, interval.keep, "any", 1),
+    # The result of a function with a derivative rule of its own, where that is an older value.
+    "copy": Row(lambda x: x, interval.keep, "any", 1, emit="stop_gradient"),
     # Floats
     "is_finite": Row(lax.is_finite, interval.is_finite, "float", 1, "bool"),
     "floor": _float(lax.floor, interval.integral("floor")),
