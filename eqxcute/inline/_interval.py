@@ -54,8 +54,17 @@ def everything(dtype: Any) -> Interval:
 def point(value: Any) -> Interval:
     """One number, which may be NaN."""
     value = np.asarray(value)
-    value = value.astype(ends_dtype(value.dtype))
-    return between(np, value, value)
+    held = value.astype(ends_dtype(value.dtype))
+    return flushed(np, value.dtype, between(np, held, held))
+
+
+def flushed(xp: Any, dtype: Any, x: Interval) -> Interval:
+    """With 0 besides subnormals: some libraries take them for 0, JAX on CPU for one."""
+    if not _is_float(x):
+        return x
+    tiny, zero = x.lo.dtype.type(jnp.finfo(dtype).smallest_normal), x.lo.dtype.type(0)
+    lo = xp.where((x.lo > 0) & (x.lo < tiny), zero, x.lo)
+    return Interval(lo, xp.where((x.hi < 0) & (x.hi > -tiny), zero, x.hi), x.nan)
 
 
 def between(xp: Any, lo: Any, hi: Any, nan: Any = False) -> Interval:
