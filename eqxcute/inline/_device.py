@@ -1,0 +1,669 @@
+"""What each row of the table is in a kernel. The only file of this package that imports CuTe.
+
+Integers are computed with MLIR's own `arith` operations: CuTe's operators widen narrow integers to 32 bits, floor where
+JAX truncates and take the remainder where JAX floors, so that none of them says what JAX means. `arith` computes at the
+width of its operands and wraps around, as JAX does. Conversions that saturate, and functions without a CuTe name, come
+from the dialects too.
+
+A `Value` knows the interval it lies in. That drops code which cannot be taken: the test for a zero divisor, the test for
+a shift that is too long, the clamp of an index. The compiler folds what constants decide.
+
+16-bit floats are held in float32. They are rounded when they become a result, when their bits are taken, and where the
+program converts to them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import numpy as np
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, llvm, math as mlir_math
+
+from .._dtypes import CUTE_NAMES
+from ._interval import Interval
+
+_SIXTEEN = ("float16", "bfloat16")
+
+
+class Value(NamedTuple):
+    """An MLIR value with JAX's name of its dtype, and what it can be. A constant has no `ir` until it is used."""
+
+    dtype: str
+    range: Interval
+    held: Any = None
+    constant: Any = None
+
+    @property
+    def ir(self) -> Any:
+        return self.held if self.constant is None else _constant(self.constant, self.dtype)
+
+
+class To(NamedTuple):
+    """What an emitter makes: a value of `dtype`. `fast`: the coarsest dtype that results are rounded to, or None."""
+
+    dtype: str
+    fast: str | None = None
+
+
+Emitter = Callable[..., Any]  # (To, *values, **parameters) -> MLIR value
+EMIT: dict[str, Emitter] = {}
+
+
+def _row(*names: str):
+    def add(function):
+        EMIT.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+# ---------------------------------------------------------------- dtypes and CuTe's scalars
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _is_signed(dtype: str) -> bool:
+    return dtype.startswith("int")
+
+
+def _bits(dtype: str) -> int:
+    """Of a value as it is held."""
+    if dtype == "bool":
+        return 1
+    if _is_float(dtype):
+        return 64 if dtype == "float64" else 32
+    return int(dtype.removeprefix("u").removeprefix("int"))
+
+
+def _lowest(dtype: str) -> int:
+    return -(1 << (_bits(dtype) - 1)) if _is_signed(dtype) else 0
+
+
+def _highest(dtype: str) -> int:
+    return (1 << (_bits(dtype) - _is_signed(dtype))) - 1
+
+
+def _type(dtype: str) -> Any:
+    """The MLIR type in which values of `dtype` are held. Integers have no sign: operations do."""
+    if _is_float(dtype):
+        return ir.F64Type.get() if dtype == "float64" else ir.F32Type.get()
+    return ir.IntegerType.get_signless(_bits(dtype))
+
+
+def _sixteen_type(dtype: str) -> Any:
+    return ir.F16Type.get() if dtype == "float16" else ir.BF16Type.get()
+
+
+def _number(value: int | float, type_: Any) -> Any:
+    if isinstance(type_, ir.IntegerType):
+        width = type_.width
+        value = int(value) & ((1 << width) - 1)  # attributes take the signed number of these bits
+        value -= (value >> (width - 1)) << width if width > 1 else 0
+        return arith.ConstantOp(type_, ir.IntegerAttr.get(type_, value)).result
+    return arith.ConstantOp(type_, ir.FloatAttr.get(type_, float(value))).result
+
+
+def _constant(value: np.generic, dtype: str) -> Any:
+    return _number(float(value) if _is_float(dtype) else int(value), _type(dtype))
+
+
+def cute_type(dtype: str) -> Any:
+    """CuTe's scalar type."""
+    return getattr(cutlass, CUTE_NAMES[dtype])
+
+
+def from_cute(x: Any, dtype: str) -> Any:
+    """The MLIR value of a CuTe scalar or Python number that stands for `dtype`."""
+    if dtype in _SIXTEEN:
+        x = x.to(cutlass.Float32) if isinstance(x, cutlass.Numeric) else x
+        return cutlass.Float32(x).ir_value()
+    return cute_type(dtype)(x).ir_value()
+
+
+def to_cute(value: Any, dtype: str) -> Any:
+    """A CuTe scalar of `dtype`: here 16-bit floats are rounded."""
+    if dtype in _SIXTEEN:
+        return cutlass.Float32(value).to(cute_type(dtype))
+    return cute_type(dtype)(value)
+
+
+# ---------------------------------------------------------------- captured arrays
+
+
+def size(tensor: Any, dim: int) -> Any:
+    return cutlass.Int32(tensor.shape[dim]).ir_value()
+
+
+def read(tensor: Any, indices: Sequence[Value], dtype: str) -> Any:
+    """One element; every index is clamped to the tensor, where its interval does not say that it lies inside."""
+    shape = tensor.shape if isinstance(tensor.shape, tuple) else (tensor.shape,)
+    if not indices:  # arrays without dimensions arrive as arrays of one element
+        return from_cute(tensor[0], dtype)
+    wide = not _is_small(shape)
+    at = tuple(_index(i, n, wide) for i, n in zip(indices, shape, strict=True))
+    return from_cute(tensor[at if len(at) > 1 else at[0]], dtype)
+
+
+def _is_small(shape: Sequence[Any]) -> bool:
+    """True if offsets fit in 32 bits: along one axis they do, since indices do."""
+    return len(shape) == 1 or (all(isinstance(n, int) for n in shape) and math.prod(shape) < 2**31)
+
+
+def _index(index: Value, extent: Any, wide: bool) -> Any:
+    i = index.ir
+    if index.range.lo < 0:
+        i = arith.maxsi(i, _like(i, 0))
+    inside = isinstance(extent, int) and index.range.hi < extent
+    if not inside:
+        last = extent - 1 if isinstance(extent, int) else cutlass.Int32(extent) - 1
+        i = arith.minsi(i, cutlass.Int32(last).ir_value())
+    found = cutlass.Int32(i)
+    return cutlass.Int64(found) if wide else found
+
+
+# ---------------------------------------------------------------- small pieces
+
+
+def _like(x: Any, value: int | float) -> Any:
+    return _number(value, x.type)
+
+
+def _icmp(name: str, a: Any, b: Any) -> Any:
+    return arith.cmpi(getattr(arith.CmpIPredicate, name), a, b)
+
+
+def _fcmp(name: str, a: Any, b: Any) -> Any:
+    return arith.cmpf(getattr(arith.CmpFPredicate, name), a, b)
+
+
+def _not(x: Any) -> Any:
+    return arith.xori(x, _like(x, -1))
+
+
+def _rounded(x: Any, dtype: str) -> Any:
+    """A held 16-bit float as its dtype has it."""
+    if dtype not in _SIXTEEN:
+        return x
+    return arith.extf(ir.F32Type.get(), arith.truncf(_sixteen_type(dtype), x))
+
+
+def _contains(x: Value, value: int) -> bool:
+    return bool(x.range.lo <= value <= x.range.hi)
+
+
+def _is_power_of_two(x: Value) -> bool:
+    value = int(x.range.lo)
+    return x.range.lo == x.range.hi and value > 0 and value & (value - 1) == 0
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+@_row("add")
+def _add(to, a, b):
+    return arith.addf(a.ir, b.ir) if _is_float(to.dtype) else arith.addi(a.ir, b.ir)
+
+
+@_row("sub")
+def _sub(to, a, b):
+    return arith.subf(a.ir, b.ir) if _is_float(to.dtype) else arith.subi(a.ir, b.ir)
+
+
+@_row("mul")
+def _mul(to, a, b):
+    return _times(a.ir, b.ir)
+
+
+def _times(a, b):
+    return arith.muli(a, b) if isinstance(a.type, ir.IntegerType) else arith.mulf(a, b)
+
+
+@_row("neg")
+def _neg(to, a):
+    return arith.negf(a.ir) if _is_float(to.dtype) else arith.subi(_like(a.ir, 0), a.ir)
+
+
+@_row("square")
+def _square(to, a):
+    return _times(a.ir, a.ir)
+
+
+@_row("integer_pow")
+def _integer_pow(to, a, *, y):
+    """Repeated squaring, in JAX's order."""
+    square, left, result = a.ir, abs(y), None
+    while left:
+        if left & 1:
+            result = square if result is None else _times(result, square)
+        left >>= 1
+        if left:
+            square = _times(square, square)
+    if result is None:
+        return _like(a.ir, 1)
+    return arith.divf(_like(result, 1.0), result) if y < 0 else result
+
+
+class _Division(NamedTuple):
+    """Quotient, remainder and divisor without what C leaves undefined: x / 0 is here x / 1, and so is INT_MIN / -1."""
+
+    q: Any
+    r: Any
+    b: Any
+    by_zero: Any  # None where that cannot be
+
+
+def _divided(dtype: str, a: Value, b: Value) -> _Division:
+    divisor, by_zero = b.ir, None
+    if _contains(b, 0):
+        by_zero = _icmp("eq", divisor, _like(divisor, 0))
+        divisor = arith.select(by_zero, _like(divisor, 1), divisor)
+    signed = _is_signed(dtype)
+    if signed and _contains(b, -1) and _contains(a, _lowest(dtype)):
+        lowest = _icmp("eq", a.ir, _like(a.ir, _lowest(dtype)))
+        overflows = arith.andi(lowest, _icmp("eq", b.ir, _like(a.ir, -1)))
+        divisor = arith.select(overflows, _like(divisor, 1), divisor)
+    if signed and not (a.range.lo >= 0 and b.range.lo >= 0):
+        return _Division(arith.divsi(a.ir, divisor), arith.remsi(a.ir, divisor), divisor, by_zero)
+    return _Division(arith.divui(a.ir, divisor), arith.remui(a.ir, divisor), divisor, by_zero)
+
+
+@_row("div")
+def _div(to, a, b):
+    if _is_float(to.dtype):
+        if to.fast and to.dtype != "float64":
+            return _ptx("div.full.f32 {$w0}, {$r0}, {$r1};", a.ir, b.ir)  # within 2 ulp
+        return arith.divf(a.ir, b.ir)
+    d = _divided(to.dtype, a, b)
+    return d.q if d.by_zero is None else arith.select(d.by_zero, _like(d.q, -1), d.q)
+
+
+@_row("rem")
+def _rem(to, a, b):
+    if _is_float(to.dtype):
+        return _fmod(a.ir, b.ir)
+    d = _divided(to.dtype, a, b)
+    return d.r if d.by_zero is None else arith.select(d.by_zero, a.ir, d.r)
+
+
+def _fmod(a, b):
+    return arith.remf(a, b)
+
+
+def _crosses(d: _Division) -> Any:
+    """Truncation and floor differ: there is a remainder, and its sign is not the divisor's."""
+    opposed = _icmp("slt", arith.xori(d.r, d.b), _like(d.r, 0))
+    return arith.andi(_icmp("ne", d.r, _like(d.r, 0)), opposed)
+
+
+@_row("floor_divide")
+def _floor_divide(to, a, b):
+    """jnp's: the floor, and by zero what its formula gives, -1 for 0 and -2 for all others; all ones if unsigned."""
+    if _is_power_of_two(b):
+        shift = _like(a.ir, int(b.range.lo).bit_length() - 1)
+        return (arith.shrsi if _is_signed(to.dtype) else arith.shrui)(a.ir, shift)
+    d = _divided(to.dtype, a, b)
+    floor, undefined = d.q, _like(d.q, -1)
+    if _is_signed(to.dtype):
+        if not (a.range.lo >= 0 and b.range.lo >= 0):
+            floor = arith.subi(floor, arith.extui(floor.type, _crosses(d)))
+        nonzero = arith.extui(floor.type, _icmp("ne", a.ir, _like(a.ir, 0)))
+        undefined = arith.subi(undefined, nonzero)
+    return floor if d.by_zero is None else arith.select(d.by_zero, undefined, floor)
+
+
+@_row("remainder")
+def _remainder(to, a, b):
+    """jnp's: the divisor's sign, and 0 for a divisor of 0, since x % 1 is."""
+    if _is_power_of_two(b):
+        return arith.andi(a.ir, _like(a.ir, int(b.range.lo) - 1))
+    d = _divided(to.dtype, a, b)
+    if not _is_signed(to.dtype) or (a.range.lo >= 0 and b.range.lo >= 0):
+        return d.r
+    return arith.select(_crosses(d), arith.addi(d.r, d.b), d.r)
+
+
+@_row("sign")
+def _sign(to, a):
+    """NaN and both zeros stay as they are."""
+    x = a.ir
+    zero, one = _like(x, 0), _like(x, 1)
+    if _is_float(to.dtype):
+        below = arith.select(_fcmp("OLT", x, zero), _like(x, -1.0), x)
+        return arith.select(_fcmp("OGT", x, zero), one, below)
+    if not _is_signed(to.dtype):
+        return arith.minui(x, one)
+    return arith.minsi(arith.maxsi(x, _like(x, -1)), one)
+
+
+@_row("abs")
+def _abs(to, a):
+    if _is_float(to.dtype):
+        return mlir_math.absf(a.ir)
+    if not _is_signed(to.dtype):
+        return a.ir
+    return arith.maxsi(a.ir, arith.subi(_like(a.ir, 0), a.ir))  # INT_MIN stays
+
+
+def _extreme(which: str, dtype: str, a, b):
+    """A NaN is kept, and -0 is below +0: `max.NaN`, in one instruction."""
+    if _is_float(dtype):
+        return (arith.maximumf if which == "max" else arith.minimumf)(a, b)
+    sign = "si" if _is_signed(dtype) else "ui"
+    return getattr(arith, which + sign)(a, b)
+
+
+@_row("max")
+def _max(to, a, b):
+    return _extreme("max", to.dtype, a.ir, b.ir)
+
+
+@_row("min")
+def _min(to, a, b):
+    return _extreme("min", to.dtype, a.ir, b.ir)
+
+
+@_row("clamp")
+def _clamp(to, low, x, high):
+    return _extreme("min", to.dtype, _extreme("max", to.dtype, x.ir, low.ir), high.ir)
+
+
+# ---------------------------------------------------------------- comparisons, bits, choices
+
+
+def _comparison(name: str):
+    ordered = name if name in ("eq", "ne") else None
+
+    def emit(to, a, b):
+        if _is_float(a.dtype):
+            return _fcmp(("U" if name == "ne" else "O") + name.upper(), a.ir, b.ir)
+        sign = "s" if _is_signed(a.dtype) else "u"
+        return _icmp(ordered or sign + name, a.ir, b.ir)
+
+    return emit
+
+
+EMIT.update({name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")})
+
+
+@_row("and")
+def _and(to, a, b):
+    return arith.andi(a.ir, b.ir)
+
+
+@_row("or")
+def _or(to, a, b):
+    return arith.ori(a.ir, b.ir)
+
+
+@_row("xor")
+def _xor(to, a, b):
+    return arith.xori(a.ir, b.ir)
+
+
+@_row("not")
+def _invert(to, a):
+    return _not(a.ir)
+
+
+def _is_within(by: Value) -> bool:
+    return bool(0 <= by.range.lo and by.range.hi < _bits(by.dtype))
+
+
+def _shift(function, a: Value, by: Value):
+    """Zero for an amount that is not 0 to the width less one. In MLIR that would be undefined."""
+    if _is_within(by):
+        return function(a.ir, by.ir)
+    within = _icmp("ult", by.ir, _like(by.ir, _bits(by.dtype)))
+    zero = _like(a.ir, 0)
+    return arith.select(within, function(a.ir, arith.select(within, by.ir, zero)), zero)
+
+
+@_row("shift_left")
+def _shift_left(to, a, by):
+    return _shift(arith.shli, a, by)
+
+
+@_row("shift_right_logical")
+def _shift_right_logical(to, a, by):
+    return _shift(arith.shrui, a, by)
+
+
+@_row("shift_right_arithmetic")
+def _shift_right_arithmetic(to, a, by):
+    """The top bit moves in, for unsigned numbers too."""
+    n = by.ir if _is_within(by) else arith.minui(by.ir, _like(by.ir, _bits(by.dtype) - 1))
+    return arith.shrsi(a.ir, n)
+
+
+@_row("population_count")
+def _population_count(to, a):
+    return mlir_math.ctpop(a.ir)
+
+
+@_row("clz")
+def _clz(to, a):
+    return mlir_math.ctlz(a.ir)
+
+
+@_row("select_n")
+def _select_n(to, which, *cases):
+    chosen = cases[0].ir
+    if which.dtype == "bool":
+        return arith.select(which.ir, cases[1].ir, chosen) if len(cases) > 1 else chosen
+    for k, case in enumerate(cases[1:], 1):
+        chosen = arith.select(_icmp("sge", which.ir, _like(which.ir, k)), case.ir, chosen)
+    return chosen
+
+
+@_row("wrap")
+def _wrap(to, x, size):
+    if not _is_signed(to.dtype):
+        return x.ir
+    below = _icmp("slt", x.ir, _like(x.ir, 0))
+    return arith.select(below, arith.addi(x.ir, size.ir), x.ir)
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@_row("convert_element_type")
+def _convert(to, a, *, new_dtype):
+    x, source, target = a.ir, a.dtype, _type(new_dtype)
+    if source == new_dtype:
+        return x
+    if new_dtype == "bool":
+        if _is_float(source):
+            return _fcmp("UNE", x, _like(x, 0.0))  # NaN is true
+        return _icmp("ne", x, _like(x, 0))
+    if _is_float(new_dtype):
+        if not _is_float(source):
+            x = (arith.sitofp if _is_signed(source) else arith.uitofp)(target, x)
+        elif _bits(source) != _bits(new_dtype):
+            x = (arith.extf if _bits(source) < 64 else arith.truncf)(target, x)
+        return _rounded(x, new_dtype)
+    if _is_float(source):
+        return _float_to_integer(a, new_dtype)
+    if _bits(new_dtype) <= _bits(source):
+        return x if _bits(new_dtype) == _bits(source) else arith.trunci(target, x)
+    return (arith.extsi if _is_signed(source) else arith.extui)(target, x)
+
+
+def _float_to_integer(a: Value, dtype: str):
+    """Towards zero; out of range stops at the ends, NaN is 0: as XLA does, and the hardware for 32 bits and more."""
+    wide = max(_bits(dtype), 32)
+    which = "s" if _is_signed(dtype) else "u"
+    x = llvm.call_intrinsic(
+        ir.IntegerType.get_signless(wide),
+        f"llvm.fpto{which}i.sat.i{wide}.f{_bits(a.dtype)}",
+        [a.ir],
+        [],
+        [],
+    )
+    if wide == _bits(dtype):
+        return x
+    low, high = _like(x, _lowest(dtype)), _like(x, _highest(dtype))
+    if which == "s":
+        x = arith.minsi(arith.maxsi(x, low), high)
+    else:
+        x = arith.minui(x, high)
+    return arith.trunci(_type(dtype), x)
+
+
+@_row("bitcast_convert_type")
+def _bitcast(to, a, *, new_dtype):
+    return _from_memory(_to_memory(a.ir, a.dtype), new_dtype)
+
+
+def _to_memory(x, dtype: str):
+    """The bits of a value as an integer."""
+    if dtype in _SIXTEEN:
+        return arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(_sixteen_type(dtype), x))
+    if _is_float(dtype):
+        return arith.bitcast(ir.IntegerType.get_signless(_bits(dtype)), x)
+    return x
+
+
+def _from_memory(bits, dtype: str):
+    if dtype in _SIXTEEN:
+        return arith.extf(ir.F32Type.get(), arith.bitcast(_sixteen_type(dtype), bits))
+    return arith.bitcast(_type(dtype), bits) if _is_float(dtype) else bits
+
+
+@_row("stop_gradient")
+def _stop_gradient(to, a):
+    return a.ir
+
+
+# ---------------------------------------------------------------- floats
+
+
+def _ptx(code: str, *args) -> Any:
+    """One float32 instruction."""
+    return cute.arch.inline_ptx(
+        code,
+        write_only_types=[cutlass.Float32],
+        read_only_args=[cutlass.Float32(a) for a in args],
+    ).ir_value()
+
+
+@_row("is_finite")
+def _is_finite(to, a):
+    return _fcmp("OLT", mlir_math.absf(a.ir), _like(a.ir, math.inf))
+
+
+@_row("round")
+def _round(to, a, *, rounding_method):
+    return (mlir_math.roundeven if rounding_method == 1 else mlir_math.round)(a.ir)
+
+
+def _library(name: str) -> None:
+    """A function of CUDA's library of mathematics, right to 2 units in the last place, or 1 unit in most cases."""
+
+    def emit(to, *inputs):
+        return getattr(mlir_math, name)(*(a.ir for a in inputs))
+
+    EMIT[{"powf": "pow"}.get(name, name)] = emit
+
+
+for _name in (
+    "floor",
+    "ceil",
+    "sqrt",
+    "log",
+    "log1p",
+    "expm1",
+    "erf",
+    "erfc",
+    "cbrt",
+    "sin",
+    "cos",
+    "tan",
+):
+    _library(_name)
+for _name in ("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "powf"):
+    _library(_name)
+
+
+def _is_fast(to: To) -> bool:
+    return to.fast is not None and to.dtype != "float64"
+
+
+@_row("exp")
+def _exp(to, a):
+    """Fast: `ex2.approx` of x log2(e), right to 2^-22 + 2^-24 |x|."""
+    if _is_fast(to):
+        return _ex2(arith.mulf(a.ir, _like(a.ir, math.log2(math.e))))
+    return mlir_math.exp(a.ir)
+
+
+@_row("exp2")
+def _exp2(to, a):
+    """Fast: `ex2.approx`, right to 2^-22."""
+    return _ex2(a.ir) if _is_fast(to) else mlir_math.exp2(a.ir)
+
+
+def _ex2(x):
+    return cute.math.exp2(cutlass.Float32(x), approx=True, ftz=True).ir_value()
+
+
+@_row("tanh")
+def _tanh(to, a):
+    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11."""
+    if _is_fast(to) and to.fast == "bfloat16":
+        return cute.math.tanh(cutlass.Float32(a.ir), approx=True).ir_value()
+    return mlir_math.tanh(a.ir)
+
+
+@_row("logistic")
+def _logistic(to, a):
+    """Fast: `rcp.approx` of 1 + `ex2.approx`, right to 2^-21 + 2^-24 |x|."""
+    x = a.ir
+    one = _like(x, 1.0)
+    if _is_fast(to):
+        e = _ex2(arith.mulf(x, _like(x, -math.log2(math.e))))
+        return cute.arch.rcp_approx(cutlass.Float32(arith.addf(one, e))).ir_value()
+    return arith.divf(one, arith.addf(one, mlir_math.exp(arith.negf(x))))
+
+
+@_row("rsqrt")
+def _rsqrt(to, a):
+    """Fast: `rsqrt.approx.ftz`, right to 2^-22."""
+    if _is_fast(to):
+        return cute.math.rsqrt(cutlass.Float32(a.ir), approx=True, ftz=True).ir_value()
+    return mlir_math.rsqrt(a.ir)
+
+
+@_row("nextafter")
+def _nextafter(to, a, b):
+    """The neighbour of `a` towards `b`, in the dtype's own bits."""
+    x, y = _to_memory(a.ir, a.dtype), _to_memory(b.ir, b.dtype)
+    held_a, held_b = _from_memory(x, a.dtype), _from_memory(y, b.dtype)
+    width = x.type.width
+    top = _like(x, 1 << (width - 1))
+    least = arith.ori(arith.andi(y, top), _like(x, 1))  # the least number with the sign of b
+    # Bits of floats of one sign are ordered: away from zero is up.
+    away = _fcmp("OLT", mlir_math.absf(held_a), mlir_math.absf(held_b))
+    opposed = _icmp("slt", arith.xori(x, y), _like(x, 0))
+    up = arith.andi(away, _not(opposed))
+    moved = arith.addi(x, arith.select(up, _like(x, 1), _like(x, -1)))
+    is_zero = _fcmp("OEQ", held_a, _like(held_a, 0.0))
+    moved = arith.select(is_zero, least, moved)
+    moved = arith.select(_fcmp("OEQ", held_a, held_b), y, moved)
+    nan = arith.addf(held_a, held_b)
+    return arith.select(_fcmp("UNO", held_a, held_b), nan, _from_memory(moved, a.dtype))
+
+
+def words(value: Value, dtype: str) -> list[Any]:
+    """The bits of a held value, lowest first, in CuTe's 32-bit integers. For tests."""
+    x = _to_memory(value.ir, "float32" if dtype in _SIXTEEN else dtype)
+    if x.type.width < 32:
+        return [cutlass.Uint32(arith.extui(ir.IntegerType.get_signless(32), x))]
+    if x.type.width == 32:
+        return [cutlass.Uint32(x)]
+    halves = [x, arith.shrui(x, _like(x, 32))]
+    return [cutlass.Uint32(arith.trunci(ir.IntegerType.get_signless(32), half)) for half in halves]

@@ -1,0 +1,170 @@
+"""A program as CuTe code, a part at a time: what depends on fewer scalars is emitted earlier, once.
+
+Called from plain Python functions inside a kernel. A `Partial` is a frozen record and these are functions, not methods:
+CuTe carries an object whose method is called inside a dynamic `if` or loop through it, and leaves this alone.
+
+    rows = bind(start(code, operands), b=b, h=h, q=q)     # outside of the loop over columns
+    for kv in ...:
+        (keep,) = results(bind(rows, kv=kv))
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import InlineError
+from . import _table
+from ._code import Code, constant
+from ._interval import Interval, everything, point
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partial:
+    """What is known of a code so far: the names that are bound, and each value emitted, by its number."""
+
+    code: Code
+    operands: tuple[Any, ...]
+    fast: str | None
+    bound: frozenset[str]
+    values: Mapping[int, Any]
+
+
+def start(
+    code: Code, operands: Sequence[Any], *, fast: bool | Literal["bfloat16", "float16"] = False
+) -> Partial:
+    """Begins, and emits what depends on no scalar at all.
+
+    **Arguments:**
+
+    - `code`: Of a `Program`.
+    - `operands`: The CuTe tensors of `Program.prepare`'s arrays, in order. An array without dimensions is a tensor of one
+        element.
+    - `fast`: Allows the hardware's approximations, for results that are rounded to bfloat16 (True means that), or float16.
+        `_device.py` says how exact each one is. (Keyword only argument.)
+
+    **Raises:**
+
+    `eqxcute.InlineError` if the code holds what no kernel can compute.
+    """
+    if code.opaque:
+        raise InlineError(
+            "This function cannot become kernel code: " + "; ".join(code.opaque) + "."
+        )
+    if len(operands) != len(code.operands):
+        raise ValueError(
+            f"start(operands=): got {len(operands)}, the code reads {len(code.operands)}."
+        )
+    coarsest = "bfloat16" if fast is True else fast or None
+    return bind(Partial(code, tuple(operands), coarsest, frozenset(), MappingProxyType({})))
+
+
+def bind(partial: Partial, **arguments: Any) -> Partial:
+    """Gives arguments their scalars, and emits whatever results need that can be computed now.
+
+    **Arguments:**
+
+    - `partial`: From `start` or `bind`.
+    - `arguments`: CuTe scalars or Python numbers, by the code's names. Names that it does not have are ignored: it does
+        not depend on them.
+
+    **Returns:**
+
+    A new `Partial`. The old one stays as it is, to be bound to other scalars.
+    """
+    code = partial.code
+    again = partial.bound.intersection(arguments)
+    if again:
+        raise ValueError(f"bind({min(again)}=): it is bound already.")
+    bound = partial.bound.union(arguments)
+    values = dict(partial.values)
+    for n, needed in enumerate(_needed(code)):
+        if needed and n not in values and code.dependences[n] <= bound:
+            values[n] = _emitted(partial, n, values, arguments)
+    return Partial(code, partial.operands, partial.fast, bound, MappingProxyType(values))
+
+
+def join(a: Partial, b: Partial) -> Partial:
+    """Both in one: a partial of rows and one of columns. Where both bound a name, they must have bound it together."""
+    if a.code is not b.code or a.operands is not b.operands:
+        raise ValueError("join: both must come from one `start`.")
+    values = MappingProxyType({**a.values, **b.values})
+    return bind(Partial(a.code, a.operands, a.fast, a.bound | b.bound, values))
+
+
+def results(partial: Partial) -> tuple[Any, ...]:
+    """The results as CuTe scalars of their dtypes. 16-bit floats are rounded here.
+
+    **Raises:**
+
+    `ValueError` if an argument that they depend on is not bound.
+    """
+    from . import _device
+
+    code = partial.code
+    missing = code.depends - partial.bound
+    if missing:
+        raise ValueError(f"results: {', '.join(sorted(missing))} must be bound first.")
+    return tuple(
+        _device.to_cute(partial.values[n].ir, code.equations[n].dtype) for n in code.results
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def _needed(code: Code) -> tuple[bool, ...]:
+    needed = [False] * len(code.equations)
+    for n in code.results:
+        needed[n] = True
+    for n in reversed(range(len(needed))):
+        for m in code.equations[n].inputs if needed[n] else ():
+            needed[m] = True
+    return tuple(needed)
+
+
+@functools.lru_cache(maxsize=128)
+def _ranges(code: Code) -> tuple[Interval, ...]:
+    """What each value can be, whatever the arguments are."""
+    low = {a.name: a.low for a in code.arguments}
+    ranges: list[Interval] = []
+    for e in code.equations:
+        if e.op == "const":
+            ranges.append(point(constant(e)))
+        elif e.op == "size":
+            ranges.append(Interval(np.int32(1), np.int32(2**31 - 1), np.False_))
+        elif e.op in _table.ROWS:
+            with np.errstate(all="ignore"):
+                rule = _table.ROWS[e.op].bound
+                ranges.append(
+                    rule(np, jnp.dtype(e.dtype), *(ranges[n] for n in e.inputs), **dict(e.params))
+                )
+        else:
+            found = everything(e.dtype)
+            if e.op == "argument" and low[e["name"]] is not None:
+                found = found._replace(lo=np.asarray(low[e["name"]], e.dtype))
+            ranges.append(found)
+    return tuple(ranges)
+
+
+def _emitted(
+    partial: Partial, n: int, values: Mapping[int, Any], arguments: Mapping[str, Any]
+) -> Any:
+    from . import _device
+
+    e, found = partial.code.equations[n], _ranges(partial.code)[n]
+    if e.op == "const":
+        return _device.Value(e.dtype, found, constant=constant(e))
+    inputs = [values[m] for m in e.inputs]
+    if e.op == "argument":
+        held = _device.from_cute(arguments[e["name"]], e.dtype)
+    elif e.op == "size":
+        held = _device.size(partial.operands[e["operand"]], e["dim"])
+    elif e.op == "read":
+        held = _device.read(partial.operands[e["operand"]], inputs, e.dtype)
+    else:
+        to = _device.To(e.dtype, partial.fast)
+        held = _device.EMIT[e.op](to, *inputs, **dict(e.params))
+    return _device.Value(e.dtype, found, held)

@@ -1,0 +1,316 @@
+"""A kernel that evaluates programs and writes the value of every equation, and the oracle for it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cutlass.cute as cute
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+import eqxcute
+from eqxcute import testing
+from eqxcute.inline import Code, _device, _emit, _table
+from eqxcute.inline._code import constant
+
+THREADS = 64
+
+
+def every(code: Code) -> Code:
+    """The code, all of whose equations are results."""
+    return dataclasses.replace(code, results=tuple(range(len(code.equations))))
+
+
+def held(dtype: str) -> np.dtype:
+    """How values are held: 16-bit floats in float32."""
+    return np.dtype(np.float32 if dtype in ("float16", "bfloat16") else jnp.dtype(dtype))
+
+
+def words(code: Code) -> int:
+    """How many 32-bit words its values take."""
+    return sum(1 + (held(e.dtype).itemsize == 8) for e in code.equations)
+
+
+class Evaluate(eqxcute.Kernel):
+    """Every value of each of `codes`, as bits. One thread an element.
+
+    Call it as `kernel(index, arguments, operands)`: `arange(n)`, the vectors by name, and for each code its arrays. All
+    codes have the same arguments.
+    """
+
+    signature = "n, {}, {} -> rows n"
+    codes: tuple[Code, ...] = eqxcute.static()
+    rows: int = eqxcute.static()
+    fast: bool | str = eqxcute.static(False)
+
+    def out_dtypes(self, index, arguments, operands):
+        return jnp.uint32
+
+    @cute.jit
+    def launch(self, stream, index, arguments, operands, out):
+        self.kernel(index, arguments, operands, out).launch(
+            grid=[cute.ceil_div(index.shape[0], THREADS), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, index, arguments, operands, out):
+        cta, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        i = cta * THREADS + tid
+        if i < index.shape[0]:
+            _write_all(self.codes, self.fast, arguments, operands, i, out)
+
+
+def _write_all(codes, fast, arguments, operands, i, out):
+    row = 0
+    for code, arrays in zip(codes, operands, strict=True):
+        scalars = {a.name: arguments[a.name][i] for a in code.arguments}
+        partial = _emit.bind(_emit.start(every(code), arrays, fast=fast), **scalars)
+        for n, e in enumerate(code.equations):
+            for word in _device.words(partial.values[n], e.dtype):
+                out[row, i] = word
+                row += 1
+
+
+def evaluate_all(
+    codes: Sequence[Code],
+    arguments: Mapping[str, np.ndarray],
+    operands: Sequence[Sequence[np.ndarray]],
+    *,
+    fast: bool | str = False,
+    run: Any = testing.interpret,
+) -> list[list[np.ndarray]]:
+    """For each code the values of its equations, 16-bit floats as float32. `run(kernel, *arguments)` runs the kernel."""
+    kernel = Evaluate(tuple(codes), sum(map(words, codes)), fast)
+    count = len(next(iter(arguments.values())))
+    index = np.arange(count, dtype=np.int32)
+    out = np.asarray(run(kernel, index, dict(arguments), tuple(map(tuple, operands))))
+    found, row = [], 0
+    for code in codes:
+        values = []
+        for e in code.equations:
+            dtype = held(e.dtype)
+            n = 1 + (dtype.itemsize == 8)
+            values.append(_from_words(out[row : row + n], dtype))
+            row += n
+        found.append(values)
+    return found
+
+
+def _from_words(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if dtype == bool:
+        return rows[0] != 0
+    if len(rows) == 2:
+        return (rows[0].astype(np.uint64) | (rows[1].astype(np.uint64) << np.uint64(32))).view(
+            dtype
+        )
+    narrow = rows[0].astype(f"u{dtype.itemsize}")
+    return narrow.view(dtype)
+
+
+# ---------------------------------------------------------------- the oracle
+
+_UNARY = {
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "tanh": np.tanh,
+    "logistic": special.expit,
+    "erf": special.erf,
+    "erfc": special.erfc,
+    "erf_inv": special.erfinv,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": lambda x: np.where(x == 0, x, np.sign(x)),
+    "square": np.square,
+    "stop_gradient": lambda x: x,
+}
+
+_BINARY = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rem": np.fmod,
+    "pow": np.power,
+    "atan2": np.arctan2,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+
+_COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+def oracle(code: Code, n: int, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """What equation `n` makes of these held values: exact integers and booleans, floats in float64, not rounded.
+
+    Integers are JAX's own. Floats are NumPy's in float64: JAX flushes subnormal numbers on a CPU.
+    """
+    e = code.equations[n]
+    source = code.equations[e.inputs[0]].dtype
+    if not any(_is_float(code.equations[m].dtype) for m in e.inputs) and not _is_float(e.dtype):
+        evaluate = _table.ROWS[e.op].evaluate
+        return np.asarray(evaluate(*map(jnp.asarray, inputs), **dict(e.params)))
+    with np.errstate(all="ignore"):
+        return _of_floats(e, source, inputs)
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _of_floats(e, source: str, inputs):
+    if e.op in _COMPARE:
+        return _COMPARE[e.op](*inputs)
+    if e.op == "select_n":
+        which = inputs[0].astype(np.int64)
+        return np.choose(which, inputs[1:]).astype(np.float64)
+    if e.op == "is_finite":
+        return np.isfinite(inputs[0])
+    if e.op == "convert_element_type":
+        return _converted(inputs[0], e.dtype)
+    if e.op == "bitcast_convert_type":
+        found = inputs[0].astype(jnp.dtype(source)).view(jnp.dtype(e.dtype))
+        return found.astype(np.float64) if _is_float(e.dtype) else found
+    if e.op == "nextafter":
+        a, b = (x.astype(jnp.dtype(e.dtype)) for x in inputs)
+        return np.where(a == b, b, np.nextafter(a, b)).astype(np.float64)
+    if e.op == "integer_pow":  # JAX multiplies, in this dtype: so the products' roundings are right
+        return _multiplied(inputs[0], e["y"]).astype(np.float64)
+    wide = [x.astype(np.float64) for x in inputs]
+    if e.op == "round":
+        return np.rint(wide[0]) if e["rounding_method"] == 1 else _half_away(wide[0])
+    if e.op == "clamp":
+        return np.minimum(np.maximum(wide[1], wide[0]), wide[2])
+    return (_UNARY[e.op] if e.op in _UNARY else _BINARY[e.op])(*wide)
+
+
+def _converted(x: np.ndarray, dtype: str):
+    if dtype == "bool":
+        return x != 0
+    if dtype in ("float16", "bfloat16"):
+        return x.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)
+    if _is_float(dtype):
+        return x.astype(np.float64)
+    info = np.iinfo(dtype)
+    whole = np.trunc(x.astype(np.float64))
+    inside = np.where((whole > info.min) & (whole < info.max), whole, 0).astype(dtype)
+    found = np.where(whole >= info.max, dtype_of(dtype)(info.max), inside)
+    return np.where(whole <= info.min, dtype_of(dtype)(info.min), found)
+
+
+def dtype_of(name: str):
+    return np.dtype(name).type
+
+
+def _half_away(x):
+    whole = np.trunc(x)
+    return np.where(np.abs(x - whole) >= 0.5, whole + np.sign(x), whole)
+
+
+def _multiplied(x, y: int):
+    square, left, found = x, abs(y), None
+    while left:
+        if left & 1:
+            found = square if found is None else found * square
+        left >>= 1
+        square = square * square
+    if found is None:
+        return np.ones_like(x)
+    return found.dtype.type(1) / found if y < 0 else found
+
+
+def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """How far `got` is off, in units in the last place of the right answer: float32's, or float64's for float64.
+
+    Infinite for a NaN, an infinity or a sign of zero in the wrong place, and for integers that differ. Below the normal
+    range a unit is that of the smallest normal number, and infinity counts as the power of two that comes next.
+    """
+    if got.dtype.kind != "f":
+        return np.where(got == want, 0.0, np.inf)
+    kind = got.dtype.type
+    info = np.finfo(kind)
+    with np.errstate(all="ignore"):
+        size = np.maximum(np.abs(want), float(info.tiny))
+        unit = np.exp2(np.floor(np.log2(np.minimum(size, float(info.max)))) - info.nmant)
+        top = float(info.max) * (1 + float(info.eps) / 2)
+        finite = np.clip(want, -top, top)
+        error = np.abs(np.clip(got.astype(np.float64), -top, top) - finite) / unit
+        zero = (got == 0) & (want == 0) & (np.signbit(got) != np.signbit(want))
+    lost = np.isnan(got) != np.isnan(want)
+    return np.where(lost | zero, np.inf, np.where(np.isnan(want), 0.0, error))
+
+
+def fused(code: Code, n: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Further right answers of a sum: of the unrounded product that one of its terms is, as in a fused multiply-add."""
+    e = code.equations[n]
+    if e.op not in ("add", "sub") or not _is_float(e.dtype):
+        return []
+    found = []
+    sign = -1.0 if e.op == "sub" else 1.0
+    with np.errstate(all="ignore"):
+        for k in (0, 1):
+            m = code.equations[e.inputs[k]]
+            if m.op not in ("mul", "square"):
+                continue
+            factors = [values[i].astype(np.float64) for i in (*m.inputs, m.inputs[-1])[:2]]
+            other = values[e.inputs[1 - k]].astype(np.float64)
+            product = factors[0] * factors[1]
+            found.append(product + sign * other if k == 0 else other + sign * product)
+    return found
+
+
+def worst_of(
+    code: Code, operands: Sequence[np.ndarray], got: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """For each equation the errors of its values, given the values that its inputs have got."""
+    found = []
+    for n, e in enumerate(code.equations):
+        if e.op == "argument":
+            found.append(np.zeros(1))
+            continue
+        inputs = [got[m] for m in e.inputs]
+        if e.op == "const":
+            wants = [np.broadcast_to(constant(e), got[n].shape)]
+        elif e.op == "size":
+            wants = [np.full(got[n].shape, operands[e["operand"]].shape[e["dim"]])]
+        elif e.op == "read":
+            array = operands[e["operand"]]
+            at = tuple(np.clip(i, 0, s - 1) for i, s in zip(inputs, array.shape, strict=True))
+            wants = [np.broadcast_to(array[at], got[n].shape)]
+        else:
+            wants = [oracle(code, n, inputs), *fused(code, n, got)]
+        if _is_float(e.dtype):
+            wants = [w.astype(np.float64) for w in wants]
+        error = np.min([errors(got[n], w) for w in wants], axis=0)
+        if e.op == "bitcast_convert_type" and inputs[0].dtype.kind == "f":
+            error = np.where(np.isnan(inputs[0]), 0.0, error)  # which NaN it is, nobody says
+        found.append(error)
+    return found
