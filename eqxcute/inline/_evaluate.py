@@ -26,15 +26,24 @@ def evaluate(
 
     - `program`: From `trace`.
     - `arguments`: A scalar for each name. For arrays of them use `jax.vmap`.
-    - `captured`: The captured arrays, as `trace` returned them or other ones of their shapes. They may have a wider
-        dtype: each value is narrowed when it has been read.
-    - `settle`: Gets each value that is read, and the dtype the program expects, and returns it in that dtype; by default
-        a conversion. (Keyword only argument.)
+    - `captured`: The captured arrays, as `trace` returned them or other ones of their shapes and dtypes.
+    - `settle`: Gets each value that is read, and the dtype the program expects, and returns it in that dtype.
+        (Keyword only argument.)
 
     Derivatives are JAX's. A function inside with a derivative rule of its own keeps it.
     """
-    settle = settle or (lambda value, dtype: jnp.asarray(value).astype(dtype))
-    outside = program.environment(captured)
+    return evaluate_prepared(program, arguments, program.environment(captured), settle=settle)
+
+
+def evaluate_prepared(
+    program: Program,
+    arguments: Mapping[str, Any],
+    outside: Sequence[Any],
+    *,
+    settle: Callable[[Any, Any], Any] | None = None,
+) -> Any:
+    """As `evaluate`, with what `program.environment` gave: for many calls with the same captured arrays."""
+    settle = settle or (lambda value, dtype: value.astype(dtype))
     operands = [outside[n] for n in program.operands]
     code = program.code
     regions = {r.start: r for r in program.regions}
@@ -68,7 +77,7 @@ def _equation(e: Equation, values, arguments, operands, settle) -> Any:
 def read(array: Any, indices: Sequence[Any]) -> Any:
     """One element; each index is clamped to the array."""
     if not indices:
-        return array
+        return jnp.asarray(array)
     return jnp.asarray(array).at[tuple(indices)].get(mode="clip", wrap_negative_indices=False)
 
 
@@ -82,6 +91,7 @@ def _run_region(region: Region, values, outside, settle) -> None:
             return array.astype(v.aval.dtype) if is_float else array
         return _assembled(v, values)
 
+    reads = any(isinstance(v, Outer) for v in region.inputs)
     results = region.run(*map(whole, region.inputs))
     for out, result in zip(region.outputs, results, strict=True):
         if jax.dtypes.issubdtype(out.aval.dtype, jax.dtypes.prng_key):
@@ -89,15 +99,18 @@ def _run_region(region: Region, values, outside, settle) -> None:
         flat = jnp.ravel(result)
         for i, n in enumerate(out.numbers.reshape(-1)):
             value = flat[i]
-            is_float = jnp.issubdtype(value.dtype, jnp.floating)
-            values[int(n)] = settle(value, value.dtype) if is_float else value
+            values[int(n)] = settle(value, value.dtype) if reads else value
 
 
 def _assembled(v: Scalars, values) -> Any:
     parts = [values[int(n)] for n in v.numbers.reshape(-1)]
     if v.numbers.shape == ():
         return parts[0]
-    array = jnp.stack(parts).reshape(v.numbers.shape) if parts else jnp.zeros(v.numbers.shape, np.float32)
+    array = (
+        jnp.stack(parts).reshape(v.numbers.shape)
+        if parts
+        else jnp.zeros(v.numbers.shape, np.float32)
+    )
     if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=v.aval.dtype._impl.name)
     return array

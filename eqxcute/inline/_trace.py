@@ -1,8 +1,10 @@
 """From a user's function to a `Program`, and the messages when that cannot be."""
 
 import dataclasses
+import functools
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -14,6 +16,7 @@ import numpy as np
 
 from .._errors import InlineError
 from ._code import Argument, Builder, Code, Equation, TooLong, pruned
+from ._jaxpr import has_ended
 from ._scalarise import Known, Outer, Region, Scalariser, Scalars, Step, Unsupported
 
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -38,18 +41,43 @@ class Program:
     regions: tuple[Region, ...]  # in the numbers of `code`, outermost only
     tree: Any  # the structure of what the function returns
 
-    def environment(self, captured: Sequence[Any]) -> list[Any]:
-        """Everything that is computed before the kernel, by number."""
-        env: dict[int, Any] = dict(enumerate(captured))
+    def environment(self, captured: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
+        """What is computed once, before the function is called for each entry: arrays by number, None where nothing
+        needs one.
+
+        With `wide`, floats below float32 are held in float32, so that the contributions of all entries to a gradient
+        are summed there; it is narrowed once, on its way to the captured array. Values are the same: a step that only
+        moves numbers runs in float32, any other one in the dtypes that it was traced with.
+        """
+        hold = _widened if wide else (lambda x: x)
+        env: dict[int, Any] = {i: hold(x) for i, x in enumerate(captured)}
         for step in self.steps:
             inputs = [v.value if isinstance(v, Known) else env[v.number] for v in step.inputs]
-            env.update(zip(step.outputs, step.run(*inputs), strict=True))
-        return [env.get(i) for i in range(max(env, default=-1) + 1)]
+            if wide and step.moves:
+                inputs = [_widened(x) for x in inputs]
+            elif wide:
+                inputs = [
+                    x
+                    if isinstance(v, Known) or not _is_narrow(v.aval.dtype)
+                    else x.astype(v.aval.dtype)
+                    for v, x in zip(step.inputs, inputs, strict=True)
+                ]
+            env.update(zip(step.outputs, map(hold, step.run(*inputs)), strict=True))
+        needed = {*self.operands, *_outers_of(self.regions)}
+        return tuple(env[i] if i in needed else None for i in range(max(needed, default=-1) + 1))
 
     def prepare(self, captured: Sequence[Any]) -> list[Any]:
         """The arrays that `code` reads. Plain JAX: gradients pass through to the captured arrays."""
         env = self.environment(captured)
         return [env[n] for n in self.operands]
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _widened(x: Any) -> Any:
+    return jnp.asarray(x, jnp.float32) if _is_narrow(x.dtype) else x
 
 
 def trace(
@@ -105,38 +133,66 @@ def trace(
     ) as error:
         raise InlineError(_needs_concrete(role, fn, error)) from error
     except jax.errors.UnexpectedTracerError as error:
-        raise InlineError(
-            f"{role} {culprit(fn, error)} uses a value that belongs to another trace of JAX, one that has ended: it "
-            "was kept from inside a `jit`, `vmap` or `scan`. Make it an argument of what you call now: a field of an "
-            "Equinox module that is passed in, or a value captured in the same trace."
-        ) from error
+        raise InlineError(_leaked(role, culprit(fn, error))) from error
     captured = [*closed.consts, *leaves]
+    _check_alive(role, fn, closed.jaxpr, captured)
     program = _program(fn, role, closed.jaxpr, captured, arguments, shapes[-1])
     return program, captured
 
 
+def _check_alive(role: str, fn: Callable, jaxpr: Any, captured: Sequence[Any]) -> None:
+    """JAX takes a value of an ended `jit` for a constant, and finds out where the outermost program runs."""
+    held = [*jaxpr.constvars, *jaxpr.invars[: len(captured) - len(jaxpr.constvars)]]
+    ended = {id(v) for v, x in zip(held, captured, strict=True) if has_ended(x)}
+    if ended:
+        reading = [e for e in jaxpr.eqns if any(id(v) in ended for v in e.invars)]
+        raise InlineError(_leaked(role, _place(fn, reading[0]) if reading else describe(fn)))
+
+
+def _leaked(role: str, where: str) -> str:
+    return (
+        f"{role} {where} uses a value that belongs to another trace of JAX, one that has ended: it was kept from "
+        "inside a `jit`, `vmap` or `scan`. Make it an argument of what you call now: a field of an Equinox module "
+        "that is passed in, or a value captured in the same trace."
+    )
+
+
 def _program(fn, role, jaxpr, captured, arguments, tree) -> Program:
-    build = Builder(arguments)
-    scalars = [build.argument(a) for a in arguments]
-    walk = Scalariser(build, lambda eqn: f"{role} {_place(fn, eqn)}")
-    avals = [_aval(x) for x in captured]
-    outers = [walk.outer(aval) for aval in avals]
-    consts, leaves = outers[: len(jaxpr.constvars)], outers[len(jaxpr.constvars) :]
-    indices = [
-        Scalars(np.array(n, np.int64), jax.ShapeDtypeStruct((), a.dtype))
-        for n, a in zip(scalars, arguments, strict=True)
-    ]
+    walk, held, scalars = _begun(fn, role, captured, arguments)
+    split = len(jaxpr.constvars)
     try:
-        values = walk.run(jaxpr, consts, [*leaves, *indices])
+        values = walk.run(jaxpr, held[:split], [*held[split:], *scalars])
         results = [int(walk.scalars(v).numbers) for v in values]
     except Unsupported as error:
-        raise InlineError(f"{role} {describe(fn)}: {error}.") from error
+        why = str(error) if error.placed else f"{role} {describe(fn)}: {error}"
     except TooLong:
-        raise InlineError(
-            f"{role} {describe(fn)} is more than {build.limit} operations for one pair of indices, its loops "
-            "unrolled. Compute what does not depend on the indices on whole arrays, and read it by index."
-        ) from None
-    return assemble(walk, results, arguments, avals, describe(fn), tree)
+        why = (
+            f"{role} {describe(fn)} is more than {walk.build.limit} operations for one pair of indices, its loops "
+            "unrolled. Compute what does not depend on the indices on whole arrays, and read it by index"
+        )
+    else:
+        return assemble(walk, results, arguments, [v.aval for v in held], describe(fn), tree)
+    # JAX runs it as it is, no kernel can.
+    walk, held, scalars = _begun(fn, role, captured, arguments)
+    run = functools.partial(_run, jaxpr, split)
+    outputs = walk.opaque(run, [*held, *scalars], [v.aval for v in jaxpr.outvars], why)
+    results = [int(v.numbers) for v in outputs]
+    return assemble(walk, results, arguments, [v.aval for v in held], describe(fn), tree)
+
+
+def _begun(fn, role, captured, arguments) -> tuple[Scalariser, list[Outer], list[Scalars]]:
+    """Code with nothing but its arguments."""
+    build = Builder(arguments)
+    scalars = [
+        Scalars(np.array(build.argument(a), np.int64), jax.ShapeDtypeStruct((), a.dtype))
+        for a in arguments
+    ]
+    walk = Scalariser(build, lambda eqn: f"{role} {_place(fn, eqn)}")
+    return walk, [walk.outer(_aval(x)) for x in captured], scalars
+
+
+def _run(jaxpr: Any, split: int, *values: Any) -> list:
+    return jax.core.eval_jaxpr(jaxpr, values[:split], *values[split:])
 
 
 def assemble(walk: Scalariser, results, arguments, avals, name: str, tree: Any) -> Program:
@@ -243,7 +299,13 @@ def describe(fn: Callable) -> str:
 
 
 def _definition(fn: Callable) -> Any:
-    return inspect.unwrap(fn) if inspect.isroutine(fn) else type(fn)
+    """What the user wrote: of a bound method or a wrapper the function, of a module that is called its class."""
+    while True:
+        inner = getattr(fn, "func", None) if isinstance(fn, functools.partial) else None
+        inner = inner or getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
+        if inner is None:
+            return fn if inspect.isroutine(fn) else type(fn)
+        fn = inner
 
 
 def _source_file(fn: Callable) -> str | None:
@@ -264,8 +326,10 @@ def _needs_concrete(role: str, fn: Callable, error: Exception) -> str:
 
 
 def _is_ours(filename: str) -> bool:
+    """Not the user's: of a library, or of this one. Its layers may lie in a folder of their own."""
     libraries = [os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, np) if m.__file__]
-    return filename.startswith((*libraries, _HERE))
+    layers = getattr(sys.modules.get("eqxcute.layers"), "__path__", ())
+    return filename.startswith((*libraries, _HERE, *(path + os.sep for path in layers)))
 
 
 def culprit(fn: Callable, error: Exception) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ._functions import describe
+from eqxcute.inline import describe
 
 Index = Int[Array, ""]
 Verdict = Bool[Array, ""] | bool

@@ -32,8 +32,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from eqxcute.inline import Program
+
 from . import _config
-from ._functions import Block, Program, mask_block, score_block, score_block_guarded
+from ._functions import Block, mask_block, score_block, score_block_guarded
 
 
 class Operands(NamedTuple):
@@ -42,8 +44,8 @@ class Operands(NamedTuple):
     q: Any  # b n g q d
     k: Any  # b n k d
     v: Any  # b n k e
-    mask: tuple[Any, ...]  # what the mask captures
-    score: tuple[Any, ...]  # what the score captures
+    mask: tuple[Any, ...]  # what the mask captures; once prepared, what it reads
+    score: tuple[Any, ...]  # likewise of the score
 
 
 class Outputs(NamedTuple):
@@ -112,6 +114,7 @@ class _Softmax(NamedTuple):
 
 def _forward(plan: Plan, operands: Operands) -> Outputs:
     tile_q, tile_k = plan.tiles
+    operands = _prepared(plan, operands)
     k, v, k0 = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
 
     def queries(xs):
@@ -187,9 +190,8 @@ def _tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) 
         q=operands.q.astype(plan.wide),
         k=operands.k.astype(plan.wide),
         v=operands.v.astype(plan.wide),
-        score=tuple(map(_widen, operands.score)),
     )
-    dots = jax.tree.map(_widen, dots)
+    dots = dots._replace(**{n: jax.tree.map(_widen, getattr(dots, n)) for n in ("q", "k", "v")})
     moving = jax.tree.map(
         lambda t, x: None if t is None else x, dots, operands, is_leaf=lambda t: t is None
     )
@@ -209,6 +211,7 @@ def _tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) 
 
 def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
     tile_q, tile_k = plan.tiles
+    operands = _prepared(plan, operands, wide=True)
     kv = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
 
     # The outer checkpoint is for second derivatives, which would keep something of every tile.
@@ -267,6 +270,19 @@ def _widen(x: Any) -> Any:
 
 
 # Tiles
+
+
+def _prepared(plan: Plan, operands: Operands, *, wide: bool = False) -> Operands:
+    """What the functions compute from their captured arrays alone, once for all tiles.
+
+    `wide`: gradients of what the score captures are summed in float32, whatever its dtype.
+    """
+    mask, score = operands.mask, operands.score
+    if plan.mask is not None:
+        mask = plan.mask.environment(mask)
+    if plan.score is not None:
+        score = plan.score.environment(score, wide=wide)
+    return operands._replace(mask=mask, score=score)
 
 
 def _block(plan: Plan, tile_q: int, tile_k: int, q0, k0) -> Block:

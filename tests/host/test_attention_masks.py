@@ -87,7 +87,7 @@ def whole(mask):
     block = _functions.Block(
         jnp.arange(BATCH), jnp.arange(HEADS).reshape(HEADS, 1), jnp.arange(Q), jnp.arange(K)
     )
-    return _functions.mask_block(program, captured, block)
+    return _functions.mask_block(program, program.environment(captured), block)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -154,7 +154,8 @@ def test_score(name):
     block = _functions.Block(
         jnp.arange(BATCH), jnp.arange(HEADS).reshape(HEADS, 1), jnp.arange(Q), jnp.arange(K)
     )
-    got = _functions.score_block(program, captured, jnp.asarray(scores), block)[:, :, 0]
+    outside = program.environment(captured)
+    got = _functions.score_block(program, outside, jnp.asarray(scores), block)[:, :, 0]
     for b, h, i, j in np.ndindex(BATCH, HEADS, Q, K):
         want = formula(scores[b, h, 0, i, j], b, h, i, j)
         np.testing.assert_allclose(got[b, h, i, j], want, rtol=1e-5, atol=1e-6)
