@@ -11,8 +11,8 @@ from scipy import special
 
 import eqxcute
 from eqxcute import testing
-from eqxcute.inline import Code, _device, _emit, _table
-from eqxcute.inline._code import constant
+from eqxcute.inline import Argument, Code, _device, _emit, _table
+from eqxcute.inline._code import Builder, constant
 
 THREADS = 64
 
@@ -100,7 +100,7 @@ def evaluate_all(
 
 
 def _from_words(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if dtype == bool:
+    if dtype.kind == "b":
         return rows[0] != 0
     if len(rows) == 2:
         return (rows[0].astype(np.uint64) | (rows[1].astype(np.uint64) << np.uint64(32))).view(
@@ -314,3 +314,44 @@ def worst_of(
             error = np.where(np.isnan(inputs[0]), 0.0, error)  # which NaN it is, nobody says
         found.append(error)
     return found
+
+
+# ---------------------------------------------------------------- codes of one row
+
+
+def row_code(name: str, dtype: str, **params: Any) -> Code:
+    """One operation on arguments `a`, `b` and `c`, of which `select_n`'s first is boolean."""
+    row = _table.ROWS[name]
+    count = 3 if row.arity is None else row.arity
+    kinds = ["bool" if row.arity is None and i == 0 else dtype for i in range(count)]
+    arguments = [Argument("abc"[i], kind) for i, kind in enumerate(kinds)]
+    build = Builder(arguments)
+    numbers = [build.argument(a) for a in arguments]
+    result = build.op(name, *numbers, **params)
+    return Code(tuple(arguments), (), tuple(build.equations), (result,))
+
+
+def variants(name: str, dtype: str, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+    """The parameters that a row can have, for inputs of `dtype`."""
+    if name == "convert_element_type":
+        return [{"new_dtype": d} for d in dtypes]
+    if name == "bitcast_convert_type":
+        size = jnp.dtype(dtype).itemsize
+        return [{"new_dtype": d} for d in dtypes if d != "bool" and jnp.dtype(d).itemsize == size]
+    if name == "round":
+        return [{"rounding_method": 0}, {"rounding_method": 1}]
+    if name == "integer_pow":
+        return [
+            {"y": y} for y in ((-3, -1, 0, 1, 2, 3, 5) if _is_float(dtype) else (0, 1, 2, 3, 5))
+        ]
+    return [{}]
+
+
+def wide_floats(count: int, seed: int = 0) -> np.ndarray:
+    """float32 numbers of every size: any bits, those round 1, those that exponentials can take, and an even grid."""
+    rng = np.random.default_rng(seed)
+    n = count // 5
+    any_bits = np.frombuffer(rng.bytes(4 * n), np.float32)
+    middle = rng.standard_normal(n) * np.exp(rng.uniform(-6, 5, n))
+    parts = [middle, rng.uniform(-1.2, 1.2, n), rng.uniform(-120, 120, n), np.linspace(-10, 10, n)]
+    return np.concatenate([any_bits, *(p.astype(np.float32) for p in parts)])

@@ -128,11 +128,11 @@ def _mul(ins):
     which = ins.mods[1]
     if ins.mods[0] == "mul24" or which not in ("lo", "hi", "wide"):
         raise Unsupported(f"the opcode {ins.op}")
-    run, result = _integer_product(which, name)
+    run, result = integer_product(which, name)
     return run, result, (name, name)
 
 
-def _integer_product(which: str, name: str):
+def integer_product(which: str, name: str):
     """`mul.lo`, `mul.hi` or `mul.wide`: function and result type."""
     bits = 8 * width(name)
     if which == "lo":
@@ -173,7 +173,7 @@ def _mad(ins):
     which = ins.mods[1]
     if which not in ("lo", "hi", "wide") or "sat" in ins.mods:
         raise Unsupported(f"the opcode {ins.op}")
-    product, result = _integer_product(which, name)
+    product, result = integer_product(which, name)
     return lambda a, b, c: product(a, b) + c, result, (name, name, result)
 
 

@@ -13,7 +13,7 @@ __all__ = ["access_size", "build"]
 def build(ins, kernel):
     """**Returns:** the function, and whether it decides where lanes go on."""
     name = f"{ins.mods[0]}.cc" if "cc" in ins.mods[1:] else ins.mods[0]
-    name = ins.mods[0] if ins.mods[0] in ("addc", "subc") else name
+    name = ins.mods[0] if ins.mods[0] in ("addc", "subc", "madc") else name
     try:
         if name in OPS:
             builder, is_control = OPS[name]

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from ._alu import predicate
+from ._alu import integer_product, predicate
 from ._fault import Misstep, Unsupported
 from ._machine import generic_window
 from ._memory import FIRST_ARRAY, LOCAL, REGION_BITS, SHARED
@@ -135,16 +135,48 @@ def _with_carry(ins, kernel):
         x, y = m.spread(a(m)), m.spread(b(m))
         carry = m.carry.astype(x.dtype) if takes else np.zeros_like(x)
         if adds:
-            first = x + y
-            out = first + carry
-            over = (first < x) | (out < first)
+            out, over = _sum_with_carry(x, y, carry)
         else:
             first = x - y
             out = first - carry
             over = (x < y) | (first < carry)
         put(m, out)
         if gives:
-            m.carry = over if m.mask is None else np.where(m.mask, over, m.carry)
+            _give_carry(m, over)
+
+    return run
+
+
+def _sum_with_carry(x, y, carry):
+    first = x + y
+    out = first + carry
+    return out, (first < x) | (out < first)
+
+
+def _give_carry(m, over) -> None:
+    m.carry = over if m.mask is None else np.where(m.mask, over, m.carry)
+
+
+@plain("madc", "mad.cc")
+def _mad_with_carry(ins, kernel):
+    """Half of a product, plus a word, plus the carry: sums of products of more than a word."""
+    which, name = ins.mods[1], ins.mods[-1]
+    if which not in ("lo", "hi") or len(ins.args) != 4:
+        raise Unsupported(f"the opcode {ins.op}")
+    product, _ = integer_product(which, name)
+    a, b = (reader(arg, name) for arg in ins.args[1:3])
+    bits = f"b{8 * width(name)}"
+    c, put = reader(ins.args[3], bits), writer(ins.args[0], bits)
+    takes, gives = ins.mods[0] == "madc", "cc" in ins.mods
+
+    def run(m):
+        y = m.spread(c(m))
+        x = m.spread(product(a(m), b(m)).view(y.dtype))
+        carry = m.carry.astype(y.dtype) if takes else np.zeros_like(y)
+        out, over = _sum_with_carry(x, y, carry)
+        put(m, out)
+        if gives:
+            _give_carry(m, over)
 
     return run
 

@@ -561,15 +561,16 @@ def _round(to, a, *, rounding_method):
     return (mlir_math.roundeven if rounding_method == 1 else mlir_math.round)(a.ir)
 
 
-def _library(name: str) -> None:
-    """A function of CUDA's library of mathematics, right to 2 units in the last place, or 1 unit in most cases."""
+def _library(row: str, name: str = "") -> None:
+    """A function of CUDA's library of mathematics, through MLIR's name for it."""
 
     def emit(to, *inputs):
-        return getattr(mlir_math, name)(*(a.ir for a in inputs))
+        return getattr(mlir_math, name or row)(*(a.ir for a in inputs))
 
-    EMIT[{"powf": "pow"}.get(name, name)] = emit
+    EMIT[row] = emit
 
 
+# Within 2 units in the last place of float32, but for erfc (4) and tan (3).
 for _name in (
     "floor",
     "ceil",
@@ -582,11 +583,11 @@ for _name in (
     "cbrt",
     "sin",
     "cos",
-    "tan",
 ):
     _library(_name)
-for _name in ("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "powf"):
+for _name in ("tan", "asin", "acos", "atan", "asinh", "acosh", "atan2"):
     _library(_name)
+_library("pow", "powf")
 
 
 def _is_fast(to: To) -> bool:
@@ -627,7 +628,73 @@ def _logistic(to, a):
     if _is_fast(to):
         e = _ex2(arith.mulf(x, _like(x, -math.log2(math.e))))
         return cute.arch.rcp_approx(cutlass.Float32(arith.addf(one, e))).ir_value()
-    return arith.divf(one, arith.addf(one, mlir_math.exp(arith.negf(x))))
+    # exp of what is not positive: it neither overflows nor is lost beside 1 where it is the answer.
+    e = mlir_math.exp(arith.negf(mlir_math.absf(x)))
+    # e / (1 + e) = e - e q, and 1 / (1 + e) = 1 - q, with q = e / (1 + e): the roundings of q hardly count.
+    q = arith.divf(e, arith.addf(one, e))
+    whole = arith.select(_fcmp("OLT", x, _like(x, 0.0)), e, one)
+    return mlir_math.fma(arith.negf(whole), q, whole)
+
+
+# Half of exp(x) is this times exp(x - _SHIFT). x - _SHIFT is exact for large x, and this is nearly a float32 number.
+_SHIFT = 2.0261764526367188
+_HALF_OF_EXP = math.exp(_SHIFT) / 2
+
+
+def _grown(name: str, to: To, a: Value):
+    """sinh or cosh. The library's lose a unit where exp would overflow, and there half of exp is all there is."""
+    x, size = a.ir, mlir_math.absf(a.ir)
+    found = getattr(mlir_math, name)(x)
+    if to.dtype == "float64":
+        return found
+    large = arith.mulf(mlir_math.exp(arith.subf(size, _like(x, _SHIFT))), _like(x, _HALF_OF_EXP))
+    large = mlir_math.copysign(large, x) if name == "sinh" else large
+    return arith.select(_fcmp("OGT", size, _like(x, 80.0)), large, found)
+
+
+@_row("sinh")
+def _sinh(to, a):
+    return _grown("sinh", to, a)
+
+
+@_row("cosh")
+def _cosh(to, a):
+    return _grown("cosh", to, a)
+
+
+@_row("atanh")
+def _atanh(to, a):
+    """(log(1 + x) - log(1 - x)) / 2: a sum of two numbers of one sign."""
+    x = a.ir
+    rest = arith.subf(mlir_math.log1p(x), mlir_math.log1p(arith.negf(x)))
+    return arith.mulf(rest, _like(x, 0.5))
+
+
+# CUDA's library has it, and neither MLIR nor CuTe has a name for it.
+_ERF_INV = {
+    dtype: cute.ffi(name=name, params_types=[kind], return_type=kind)
+    for dtype, name, kind in (
+        ("float32", "__nv_erfinvf", cutlass.Float32),
+        ("float64", "__nv_erfinv", cutlass.Float64),
+    )
+}
+
+
+@_row("erf_inv")
+def _erf_inv(to, a):
+    """The library's, and in the tails one of Newton's steps on erfc, to which 1 - |x| is exact."""
+    x = a.ir
+    kind = "float64" if to.dtype == "float64" else "float32"
+    y = _ERF_INV[kind](cute_type(kind)(x)).ir_value()
+    if kind == "float64":
+        return y
+    size, far = mlir_math.absf(x), mlir_math.absf(y)
+    excess = arith.subf(mlir_math.erfc(far), arith.subf(_like(x, 1.0), size))
+    slope = mlir_math.exp(arith.mulf(far, far))
+    step = arith.mulf(arith.mulf(excess, slope), _like(x, math.sqrt(math.pi) / 2))
+    better = mlir_math.copysign(arith.addf(far, step), x)
+    inside = arith.andi(_fcmp("OGT", size, _like(x, 0.75)), _fcmp("OLT", size, _like(x, 1.0)))
+    return arith.select(inside, better, y)
 
 
 @_row("rsqrt")
