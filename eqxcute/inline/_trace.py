@@ -161,6 +161,7 @@ def _program(fn, role, jaxpr, captured, arguments, tree) -> Program:
     walk, held, scalars = _begun(fn, role, captured, arguments)
     split = len(jaxpr.constvars)
     try:
+        _check_effects(jaxpr)
         values = walk.run(jaxpr, held[:split], [*held[split:], *scalars])
         results = [int(walk.scalars(v).numbers) for v in values]
     except Unsupported as error:
@@ -178,6 +179,16 @@ def _program(fn, role, jaxpr, captured, arguments, tree) -> Program:
     outputs = walk.opaque(run, [*held, *scalars], [v.aval for v in jaxpr.outvars], why)
     results = [int(v.numbers) for v in outputs]
     return assemble(walk, results, arguments, [v.aval for v in held], describe(fn), tree)
+
+
+def _check_effects(jaxpr: Any) -> None:
+    # Naming a mesh's axis is no effect on anything.
+    names = sorted({type(e).__name__ for e in jaxpr.effects} - {"NamedAxisEffect"})
+    if names:
+        raise Unsupported(
+            f"it has side effects ({', '.join(names)}), such as those of `jax.debug.print`, and a kernel has none. "
+            "Take them out"
+        )
 
 
 def _begun(fn, role, captured, arguments) -> tuple[Scalariser, list[Outer], list[Scalars]]:
@@ -291,11 +302,17 @@ def describe(fn: Callable) -> str:
     code = getattr(target, "__code__", None)
     if code is not None:
         return f'`{name}` (File "{code.co_filename}", line {code.co_firstlineno})'
+    line = _line_of(target)
+    return f"`{name}`" if line is None else f'`{name}` (File "{_source_file(fn)}", line {line})'
+
+
+@functools.lru_cache(maxsize=256)
+def _line_of(target: Any) -> int | None:
+    """Of a class, whose file has to be parsed: some milliseconds."""
     try:
-        line = inspect.getsourcelines(target)[1]
+        return inspect.getsourcelines(target)[1]
     except (OSError, TypeError):
-        return f"`{name}`"
-    return f'`{name}` (File "{_source_file(fn)}", line {line})'
+        return None
 
 
 def _definition(fn: Callable) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eqxcute import InlineError
 from eqxcute.inline import Argument, Program, describe, evaluate_prepared, trace
 
 AXES: Final = "bngqk"  # of a tile: batch, kv head, query head within the kv head, query, key
@@ -27,11 +28,10 @@ def trace_mask(fn: Callable) -> tuple[Program, list[Any]]:
     """The program of `mask_fn(b, h, q_idx, kv_idx)`, and the arrays it captures."""
 
     def check(result: Any) -> Any:
-        where = f"mask_fn {describe(fn)}"
-        dtype = _scalar_dtype(where, result, "one bool")
+        dtype = _scalar_dtype("mask_fn", fn, result, "one bool")
         if dtype != jnp.bool_:
-            raise TypeError(
-                f"{where} must return a bool (True: may attend), but returned {dtype.name}. "
+            raise InlineError(
+                f"mask_fn {describe(fn)} must return a bool (True: may attend), but returned {dtype.name}. "
                 "Compare instead, e.g. `q_idx >= kv_idx` or `x != 0`. A function that changes "
                 "scores is a score_fn."
             )
@@ -44,15 +44,16 @@ def trace_score(fn: Callable, dtype: Any) -> tuple[Program, list[Any]]:
     """The program of `score_fn(score, b, h, q_idx, kv_idx)`, and the arrays it captures."""
 
     def check(result: Any) -> Any:
-        where = f"score_fn {describe(fn)}"
-        kind = _scalar_dtype(where, result, "one score")
+        kind = _scalar_dtype("score_fn", fn, result, "one score")
         if kind == jnp.bool_:
-            raise TypeError(
-                f"{where} must return a score, but returned a bool. A function that says which "
-                "positions may attend is a mask_fn."
+            raise InlineError(
+                f"score_fn {describe(fn)} must return a score, but returned a bool. A function "
+                "that says which positions may attend is a mask_fn."
             )
         if not jnp.issubdtype(kind, jnp.floating):
-            raise TypeError(f"{where} must return a floating-point score, not {kind.name}.")
+            raise InlineError(
+                f"score_fn {describe(fn)} must return a floating-point score, not {kind.name}."
+            )
         return jnp.asarray(result, dtype)
 
     arguments = [Argument("score", jnp.dtype(dtype).name), *_index_arguments()]
@@ -63,12 +64,14 @@ def _index_arguments() -> list[Argument]:
     return [Argument(name, "int32", low=0) for name in INDICES]
 
 
-def _scalar_dtype(where: str, result: Any, expected: str) -> np.dtype:
+def _scalar_dtype(role: str, fn: Callable, result: Any, expected: str) -> np.dtype:
     if not isinstance(result, jax.Array | np.ndarray | np.generic | bool | int | float):
-        raise TypeError(f"{where} must return {expected}, but returned {type(result).__name__}.")
+        raise InlineError(
+            f"{role} {describe(fn)} must return {expected}, but returned {type(result).__name__}."
+        )
     if jnp.shape(result) != ():
-        raise TypeError(
-            f"{where} must return {expected} of shape (), but returned shape "
+        raise InlineError(
+            f"{role} {describe(fn)} must return {expected} of shape (), but returned shape "
             f"{jnp.shape(result)}. It is called for one query and one key: read captured arrays "
             "at its indices."
         )
