@@ -6,7 +6,8 @@ program: `xp` is the one or the other, and every end may be an array, of all til
 Integers wrap around, as JAX's do: where an operation may leave the dtype's range, the answer is the whole range. Floats
 are rounded, by libraries that differ in the last places, contracted to fused multiply-adds, and subnormals may be
 flushed: each inexact operation widens its interval by a few units in the last place, so that all of these stay inside.
-16-bit floats are kept as float32 ends, for they may be held in float32 between operations.
+No end is subnormal, so that an interval with subnormals has 0 in it as well. The ends 0 stand for -0.0 too. 16-bit floats
+are kept as float32 ends, for they may be held in float32 between operations.
 """
 
 import functools
@@ -42,7 +43,7 @@ def ends_dtype(dtype: Any) -> np.dtype:
 def everything(dtype: Any) -> Interval:
     """No knowledge but the dtype."""
     dtype = jnp.dtype(dtype)
-    if dtype == bool:
+    if dtype == np.bool_:
         return Interval(np.False_, np.True_, np.False_)
     if jnp.issubdtype(dtype, jnp.floating):
         kind = ends_dtype(dtype).type
@@ -59,12 +60,18 @@ def point(value: Any) -> Interval:
 
 
 def flushed(xp: Any, dtype: Any, x: Interval) -> Interval:
-    """With 0 besides subnormals: some libraries take them for 0, JAX on CPU for one."""
+    """With no subnormal ends: some libraries take such numbers for 0, JAX on CPU for one."""
     if not _is_float(x):
         return x
-    tiny, zero = x.lo.dtype.type(jnp.finfo(dtype).smallest_normal), x.lo.dtype.type(0)
-    lo = xp.where((x.lo > 0) & (x.lo < tiny), zero, x.lo)
-    return Interval(lo, xp.where((x.hi < 0) & (x.hi > -tiny), zero, x.hi), x.nan)
+    return x._replace(lo=_normal(xp, dtype, x.lo, -1), hi=_normal(xp, dtype, x.hi, 1))
+
+
+def _normal(xp: Any, dtype: Any, end: Any, outward: int) -> Any:
+    """A subnormal end, moved `outward` to 0 or to the next normal number."""
+    kind = end.dtype.type
+    tiny = kind(float(jnp.finfo(dtype).smallest_normal) * 2)
+    end = xp.where((end * outward < 0) & (end * outward > -tiny), kind(0), end)
+    return xp.where((end * outward > 0) & (end * outward < tiny), tiny * kind(outward), end)
 
 
 def between(xp: Any, lo: Any, hi: Any, nan: Any = False) -> Interval:
@@ -111,25 +118,30 @@ def _largest(xp: Any, values: Any) -> Any:
     return functools.reduce(xp.maximum, values)
 
 
-def _widened(xp: Any, dtype: Any, lo: Any, hi: Any, nan: Any, ulps: float) -> Interval:
-    """Room for `ulps` units of rounding in `dtype` and as much again, for flushed subnormals and early overflow."""
+def _widened(
+    xp: Any, dtype: Any, lo: Any, hi: Any, nan: Any, ulps: float, *, below: Any = False, above: Any = False
+) -> Interval:
+    """Room for `ulps` units of rounding in `dtype` and as much again, for flushed subnormals and early overflow.
+
+    Where an end is 0, `below` and `above` say that it may be so by underflow only.
+    """
     info = jnp.finfo(dtype)
     kind = ends_dtype(dtype).type
-    relative, tiny = kind(float(info.eps) * 2 * ulps), kind(float(info.smallest_normal) * 2)
-    most = float(info.max)
-    near = kind(most * (1 - float(info.eps) * 4 * (ulps + 1)))
-    most = kind(most)
+    room = float(info.eps) * 2 * ulps
+    relative, tiny, most = kind(room), kind(float(info.smallest_normal) * 2), kind(info.max)
+    near = kind(float(info.max) / (1 + 2 * room + 8 * float(info.eps)))  # from here on it may overflow
     lo, hi = xp.asarray(lo), xp.asarray(hi)
-    x = between(xp, lo - xp.abs(lo) * relative, hi + xp.abs(hi) * relative, nan)
-    # Infinite ends are exact but for the direction in which a last place decides.
-    lo = xp.where(lo == -np.inf, lo, xp.where(lo == np.inf, near, x.lo))
-    hi = xp.where(hi == np.inf, hi, xp.where(hi == -np.inf, -near, x.hi))
+    lost = xp.isnan(lo) | xp.isnan(hi)
     lo, hi = xp.where(xp.isnan(lo), kind(-np.inf), lo), xp.where(xp.isnan(hi), kind(np.inf), hi)
-    lo = xp.where((lo > 0) & (lo < tiny), kind(0), lo)
-    hi = xp.where((hi < 0) & (hi > -tiny), kind(0), hi)
+    lo = xp.where((lo == 0) & below, -tiny, _normal(xp, dtype, lo, -1))
+    hi = xp.where((hi == 0) & above, tiny, _normal(xp, dtype, hi, 1))
+    # An infinite end may be a finite one that overflowed.
+    lo = xp.where(xp.isinf(lo), xp.where(lo > 0, near, lo), lo - xp.abs(lo) * relative)
+    hi = xp.where(xp.isinf(hi), xp.where(hi < 0, -near, hi), hi + xp.abs(hi) * relative)
+    lo, hi = _normal(xp, dtype, lo, -1), _normal(xp, dtype, hi, 1)
     lo = xp.where(lo < -near, kind(-np.inf), xp.minimum(lo, most))
     hi = xp.where(hi > near, kind(np.inf), xp.maximum(hi, -most))
-    return Interval(lo, hi, x.nan)
+    return Interval(lo, hi, nan | lost)
 
 
 # Rules of rows that are not in the table's general families.
@@ -151,52 +163,87 @@ def _sub_overflows(a, b, rest):
     return ((a ^ b) & (a ^ rest)) < 0
 
 
+def _known_to_fit(xp, dtype, a, b, ends: Callable) -> bool:
+    """Whether no tile overflows, told from the extremes of all tiles: much cheaper than tile by tile."""
+    if xp is not np:
+        return False
+    corners = ends(*(int(end) for x in (a, b) for end in (np.min(x.lo), np.max(x.hi))))
+    info = np.iinfo(dtype)
+    return all(info.min <= x <= info.max for x in corners)
+
+
+def _unless_wrapped(xp, dtype, a, found: Interval, lost_lo, lost_hi) -> Interval:
+    """Both ends wrapped around in the same direction is as good as neither."""
+    same = (lost_lo == lost_hi) & (~lost_lo | ((a.lo < 0) == (a.hi < 0)))
+    return _else_everything(xp, dtype, same, found)
+
+
 def add(xp, dtype, a, b) -> Interval:
     lo, hi = a.lo + b.lo, a.hi + b.hi
-    if not _is_float(a):
-        lost = _add_overflows(a.lo, b.lo, lo) | _add_overflows(a.hi, b.hi, hi)
-        return _else_everything(xp, dtype, ~lost, between(xp, lo, hi))
-    opposed = ((a.lo == -np.inf) & (b.hi == np.inf)) | ((a.hi == np.inf) & (b.lo == -np.inf))
-    return _widened(xp, dtype, _low_of(xp, lo), _high_of(xp, hi), _nan(a, b) | opposed, 1)
+    if _is_float(a):
+        opposed = ((a.lo == -np.inf) & (b.hi == np.inf)) | ((a.hi == np.inf) & (b.lo == -np.inf))
+        nan, below, above = _nan(a, b) | opposed, a.lo < -b.lo, a.hi > -b.hi
+        lo = xp.where(xp.isnan(lo), lo.dtype.type(-np.inf), lo)
+        hi = xp.where(xp.isnan(hi), hi.dtype.type(np.inf), hi)
+        return _widened(xp, dtype, lo, hi, nan, 1, below=below, above=above)
+    found = between(xp, lo, hi)
+    if _known_to_fit(xp, dtype, a, b, lambda al, ah, bl, bh: (al + bl, ah + bh)):
+        return found
+    lost = _add_overflows(a.lo, b.lo, lo), _add_overflows(a.hi, b.hi, hi)
+    return _unless_wrapped(xp, dtype, a, found, *lost)
 
 
 def sub(xp, dtype, a, b) -> Interval:
     if _is_float(a):
-        return add(xp, dtype, a, Interval(-b.hi, -b.lo, b.nan))
+        return add(xp, dtype, a, neg(xp, dtype, b))
     lo, hi = a.lo - b.hi, a.hi - b.lo
-    lost = _sub_overflows(a.lo, b.hi, lo) | _sub_overflows(a.hi, b.lo, hi)
-    return _else_everything(xp, dtype, ~lost, between(xp, lo, hi))
-
-
-def _low_of(xp, value):
-    return xp.where(xp.isnan(value), value.dtype.type(-np.inf), value)
-
-
-def _high_of(xp, value):
-    return xp.where(xp.isnan(value), value.dtype.type(np.inf), value)
+    found = between(xp, lo, hi)
+    if _known_to_fit(xp, dtype, a, b, lambda al, ah, bl, bh: (al - bh, ah - bl)):
+        return found
+    lost = _sub_overflows(a.lo, b.hi, lo), _sub_overflows(a.hi, b.lo, hi)
+    return _unless_wrapped(xp, dtype, a, found, *lost)
 
 
 def _corners(a: Interval, b: Interval, f: Callable) -> list:
     return [f(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
 
 
+def _signs(a: Interval, b: Interval) -> dict[str, Any]:
+    """Whether a product or quotient may be below and above 0."""
+    below = ((a.lo < 0) & (b.hi > 0)) | ((a.hi > 0) & (b.lo < 0))
+    above = ((a.lo < 0) & (b.lo < 0)) | ((a.hi > 0) & (b.hi > 0))
+    return {"below": below, "above": above}
+
+
+def _infinite(x: Interval) -> Any:
+    return (x.lo == -np.inf) | (x.hi == np.inf)
+
+
 def mul(xp, dtype, a, b) -> Interval:
     products = _corners(a, b, lambda x, y: x * y)
     if _is_float(a):
         # 0 * infinity: 0 bounds what stands beside it, and NaN is possible.
-        def infinite(x):
-            return (x.lo == -np.inf) | (x.hi == np.inf)
-
-        nan = _nan(a, b) | (_contains(a, 0) & infinite(b)) | (_contains(b, 0) & infinite(a))
+        nan = _nan(a, b) | (_contains(a, 0) & _infinite(b)) | (_contains(b, 0) & _infinite(a))
         products = [xp.where(xp.isnan(p), p.dtype.type(0), p) for p in products]
-        return _widened(xp, dtype, _smallest(xp, products), _largest(xp, products), nan, 1)
-    wide = np.float64 if xp is np else jnp.float32
-    limit = float(np.iinfo(dtype).max) * (1 - 1e-6)
-    sizes = _corners(a, b, lambda x, y: xp.abs(x.astype(wide)) * xp.abs(y.astype(wide)))
-    fits = _largest(xp, sizes) < limit
-    return _else_everything(
-        xp, dtype, fits, between(xp, _smallest(xp, products), _largest(xp, products))
-    )
+        ends = _smallest(xp, products), _largest(xp, products)
+        return _widened(xp, dtype, *ends, nan, 1, **_signs(a, b))
+    found = between(xp, _smallest(xp, products), _largest(xp, products))
+    if _known_to_fit(xp, dtype, a, b, lambda al, ah, bl, bh: (al * bl, al * bh, ah * bl, ah * bh)):
+        return found
+    info = np.iinfo(dtype)
+    if info.bits <= 16 or (xp is np and info.bits <= 32):
+        exact = _corners(a, b, lambda x, y: x.astype(_twice(dtype)) * y.astype(_twice(dtype)))
+        fits = (_smallest(xp, exact) >= info.min) & (_largest(xp, exact) <= info.max)
+    else:
+        wide = np.float64 if xp is np else jnp.float32
+        sizes = _corners(a, b, lambda x, y: xp.abs(x.astype(wide)) * xp.abs(y.astype(wide)))
+        fits = _largest(xp, sizes) < float(info.max) * (1 - 1e-6)
+    return _else_everything(xp, dtype, fits, found)
+
+
+def _twice(dtype: Any) -> np.dtype:
+    dtype = np.dtype(dtype)
+    return np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
 
 
 def _floor_div(xp, a, b):
@@ -228,15 +275,10 @@ def div(xp, dtype, a, b) -> Interval:
         return _else_everything(xp, dtype, _quotient_fits(dtype, a, b), found)
     quotients = _corners(a, b, lambda x, y: x / xp.where(y == 0, y.dtype.type(1), y))
     quotients = [xp.where(xp.isnan(q), q.dtype.type(0), q) for q in quotients]
-
-    def infinite(x):
-        return (x.lo == -np.inf) | (x.hi == np.inf)
-
-    tiny = float(jnp.finfo(ends_dtype(dtype)).smallest_normal) * 2  # may be flushed to 0
-    near_zero = (b.lo <= tiny) & (b.hi >= -tiny)
-    nan = _nan(a, b) | (infinite(a) & infinite(b))
-    found = _widened(xp, dtype, _smallest(xp, quotients), _largest(xp, quotients), nan, 2)
-    return _else_everything(xp, dtype, ~near_zero, found)
+    nan = _nan(a, b) | (_infinite(a) & _infinite(b))
+    ends = _smallest(xp, quotients), _largest(xp, quotients)
+    found = _widened(xp, dtype, *ends, nan, 2, **_signs(a, b))
+    return _else_everything(xp, dtype, ~_contains(b, 0), found)
 
 
 def floor_divide(xp, dtype, a, b) -> Interval:
@@ -249,11 +291,10 @@ def remainder(xp, dtype, a, b) -> Interval:
     """Sign of the divisor; 0 for a divisor of 0. Exact for one divisor, while `a` stays within one multiple of it."""
     one, zero = b.lo.dtype.type(1), b.lo.dtype.type(0)
     hi = xp.maximum(b.hi, one) - one
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        lo = xp.zeros_like(hi)
-        hi = xp.minimum(hi, xp.maximum(a.hi, zero))
-    else:
+    lo = xp.zeros_like(hi)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
         lo = xp.minimum(b.lo, -one) + one
+    hi = xp.where((a.lo >= 0) & (b.lo >= 0), xp.minimum(hi, xp.maximum(a.hi, zero)), hi)
     divisor = xp.where(b.lo == 0, one, b.lo)
     same = (b.lo == b.hi) & (b.lo != 0) & (a.lo // divisor == a.hi // divisor)
     return between(
@@ -265,34 +306,27 @@ def remainder(xp, dtype, a, b) -> Interval:
 
 def rem(xp, dtype, a, b) -> Interval:
     """Sign of the dividend."""
+    zero, one = a.lo.dtype.type(0), a.lo.dtype.type(1)
     if _is_float(a):
         size = xp.maximum(xp.abs(b.lo), xp.abs(b.hi))
-        top = size.dtype.type(0)
-        infinite = (a.lo == -np.inf) | (a.hi == np.inf)
-        tiny = float(jnp.finfo(ends_dtype(dtype)).smallest_normal) * 2
-        nan = _nan(a, b) | infinite | ((b.lo <= tiny) & (b.hi >= -tiny))
-        return _widened(xp, dtype, xp.where(a.lo < 0, -size, top), xp.where(a.hi > 0, size, top), nan, 1)
-    zero, one = a.lo.dtype.type(0), a.lo.dtype.type(1)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        most = b.hi - xp.minimum(b.hi, one)
-        lo, hi = xp.zeros_like(a.lo), xp.minimum(a.hi, most)
-    else:
-        # One below the divisor's size, without the overflow of abs.
-        most = xp.maximum(xp.maximum(b.hi, -(b.lo + one)), one) - xp.where(b.hi >= -b.lo, one, zero)
-        most = xp.maximum(most, zero)
+        lo = xp.where(a.lo < 0, xp.maximum(a.lo, -size), zero)
+        hi = xp.where(a.hi > 0, xp.minimum(a.hi, size), zero)
+        return _widened(xp, dtype, lo, hi, _nan(a, b) | _infinite(a) | _contains(b, 0), 1)
+    # One below the divisor's size, without the overflow of abs.
+    most = xp.maximum(b.hi, one) - one
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        most = xp.maximum(most, -(xp.minimum(b.lo, -one) + one))
         lo = xp.where(a.lo < 0, xp.maximum(a.lo, -most), zero)
-        hi = xp.where(a.hi > 0, xp.minimum(a.hi, most), zero)
-    found = between(xp, lo, hi)
+    else:
+        lo = xp.zeros_like(most)
+    hi = xp.where(a.hi > 0, xp.minimum(a.hi, most), zero)
     same = (b.lo == b.hi) & (_trunc_div(xp, a.lo, b.lo) == _trunc_div(xp, a.hi, b.hi))
     same = same & ((a.lo >= 0) | (a.hi <= 0))
 
     def left(x):
         return x - _trunc_div(xp, x, b.lo) * b.lo
 
-    exact = between(xp, left(a.lo), left(a.hi))
-    found = Interval(
-        xp.where(same, exact.lo, found.lo), xp.where(same, exact.hi, found.hi), np.False_
-    )
+    found = between(xp, xp.where(same, left(a.lo), lo), xp.where(same, left(a.hi), hi))
     return _else_everything(xp, dtype, _quotient_fits(dtype, a, b), found)
 
 
@@ -340,23 +374,12 @@ def integer_pow(xp, dtype, a, *, y: int) -> Interval:
             return everything(dtype)
         one = a.lo.dtype.type(1)
         return div(xp, dtype, Interval(one, one, np.False_), integer_pow(xp, dtype, a, y=-y))
-    result = a
-    for _ in range(min(y, 64) - 1):
-        result = mul(xp, dtype, result, a)
     if y > 64:
         return everything(dtype)
-    if y % 2 == 0 and _is_float(a):
-        size = abs_(xp, dtype, a)
-        for_size = size
-        for _ in range(y - 1):
-            for_size = mul(xp, dtype, for_size, size)
-        return for_size
-    if y % 2 == 0:
-        size = abs_(xp, dtype, a)
-        power = size
-        for _ in range(y - 1):
-            power = mul(xp, dtype, power, size)
-        return power
+    a = abs_(xp, dtype, a) if y % 2 == 0 else a
+    result = a
+    for _ in range(y - 1):
+        result = mul(xp, dtype, result, a)
     return result
 
 
@@ -394,42 +417,61 @@ def not_(xp, dtype, a) -> Interval:
 
 
 def _filled(xp, value):
-    """All bits up to the highest that is set."""
+    """All bits up to the highest that is set. Of numbers from 0 on."""
     for shift in (1, 2, 4, 8, 16, 32):
         if shift < 8 * value.dtype.itemsize:
             value = value | (value >> value.dtype.type(shift))
     return value
 
 
-def _bits(xp, dtype, a, b, f: Callable, lo, hi) -> Interval:
-    exact = f(a.lo, b.lo)
-    points = _is_point(a) & _is_point(b)
-    nonnegative = (a.lo >= 0) & (b.lo >= 0)
-    found = _else_everything(xp, dtype, nonnegative, between(xp, lo, hi))
-    return Interval(
-        xp.where(points, exact, found.lo), xp.where(points, exact, found.hi), np.False_
-    )
+def _bits(xp, dtype, a, b, lo: Callable, hi: Callable) -> Interval:
+    """From the bits that all numbers of an interval share: those above the highest in which its ends differ.
+
+    `lo` and `hi` get, of both inputs, the shared bits that are set, and those that are not shared.
+    """
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        signs = np.True_
+    else:
+        signs = ((a.lo ^ a.hi) >= 0) & ((b.lo ^ b.hi) >= 0)
+    zero = a.lo.dtype.type(0)
+    free = [_filled(xp, xp.maximum(x.lo ^ x.hi, zero)) for x in (a, b)]
+    bits = (a.lo & ~free[0], b.lo & ~free[1], *free)
+    return _else_everything(xp, dtype, signs, between(xp, lo(*bits), hi(*bits)))
 
 
 def and_(xp, dtype, a, b) -> Interval:
-    if dtype == bool:
+    if dtype == np.bool_:
         return Interval(a.lo & b.lo, a.hi & b.hi, np.False_)
-    zero = xp.zeros_like(a.lo & b.lo)
-    return _bits(xp, dtype, a, b, lambda x, y: x & y, zero, xp.minimum(a.hi, b.hi))
+    lo, hi, _ = _bits(xp, dtype, a, b, lambda p, q, f, g: p & q, lambda p, q, f, g: (p | f) & (q | g))
+    zero = a.lo.dtype.type(0)
+    for x, y in ((a, b), (b, a)):
+        # Not below 0, and not above what is not below 0.
+        lo = xp.where(y.lo >= 0, xp.maximum(lo, zero), lo)
+        hi = xp.where(y.lo >= 0, xp.minimum(hi, y.hi), hi)
+        # The lowest bits, of numbers that share all others: a remainder. All but the lowest bits: rounded down.
+        one, mask = y.lo.dtype.type(1), y.lo
+        low = (mask & (mask + one) == 0) & ((x.lo & ~mask) == (x.hi & ~mask))
+        high = ~mask & (~mask + one) == 0
+        exact = (y.lo == y.hi) & (low | high)
+        lo, hi = xp.where(exact, x.lo & mask, lo), xp.where(exact, x.hi & mask, hi)
+    return Interval(lo, hi, np.False_)
 
 
 def or_(xp, dtype, a, b) -> Interval:
-    if dtype == bool:
+    if dtype == np.bool_:
         return Interval(a.lo | b.lo, a.hi | b.hi, np.False_)
-    top = _filled(xp, xp.maximum(a.hi, b.hi))
-    return _bits(xp, dtype, a, b, lambda x, y: x | y, xp.maximum(a.lo, b.lo), top)
+    lo, hi, _ = _bits(xp, dtype, a, b, lambda p, q, f, g: p | q, lambda p, q, f, g: p | q | f | g)
+    at_least = (a.lo >= 0) & (b.lo >= 0)
+    lo = xp.where(at_least, xp.maximum(lo, xp.maximum(a.lo, b.lo)), lo)
+    return Interval(lo, hi, np.False_)
 
 
 def xor(xp, dtype, a, b) -> Interval:
-    if dtype == bool:
+    if dtype == np.bool_:
         return ne(xp, dtype, a, b)
-    top = _filled(xp, xp.maximum(a.hi, b.hi))
-    return _bits(xp, dtype, a, b, lambda x, y: x ^ y, xp.zeros_like(top), top)
+    return _bits(
+        xp, dtype, a, b, lambda p, q, f, g: (p ^ q) & ~(f | g), lambda p, q, f, g: (p ^ q) | f | g
+    )
 
 
 def shift_left(xp, dtype, a, by) -> Interval:
@@ -470,10 +512,13 @@ def bit_count(xp, dtype, a) -> Interval:
 
 
 def select_n(xp, dtype, which, *cases) -> Interval:
-    if which.lo.dtype == bool:
+    if which.lo.dtype == np.bool_:
         possible = [~which.lo, which.hi]
-    else:
-        possible = [(which.lo <= i) & (which.hi >= i) for i in range(len(cases))]
+    else:  # clamped
+        last = len(cases) - 1
+        possible = [
+            ((which.lo <= i) | (i == last)) & ((which.hi >= i) | (i == 0)) for i in range(last + 1)
+        ]
     all_of = everything(dtype)
     lo = [xp.where(p, c.lo, all_of.hi) for p, c in zip(possible, cases, strict=True)]
     hi = [xp.where(p, c.hi, all_of.lo) for p, c in zip(possible, cases, strict=True)]
@@ -485,19 +530,20 @@ def select_n(xp, dtype, which, *cases) -> Interval:
 
 def wrap(xp, dtype, x, size) -> Interval:
     """`x + size` where x is below 0."""
-    shifted = add(xp, dtype, x, size)
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return x
     zero, one = x.lo.dtype.type(0), x.lo.dtype.type(1)
-    # Either sign is possible: from the lowest that wraps (or 0) to the highest that does not (or size - 1).
-    lo = xp.where(x.hi < 0, shifted.lo, xp.minimum(shifted.lo, zero))
-    hi = xp.where(x.hi < 0, shifted.hi, xp.maximum(size.hi - one, x.hi))
+    moved = add(xp, dtype, Interval(x.lo, xp.minimum(x.hi, -one), np.False_), size)
+    lo = xp.where(x.hi < 0, moved.lo, xp.minimum(moved.lo, zero))
+    hi = xp.where(x.hi < 0, moved.hi, xp.maximum(moved.hi, x.hi))
     return between(xp, xp.where(x.lo >= 0, x.lo, lo), xp.where(x.lo >= 0, x.hi, hi))
 
 
 def convert_element_type(xp, dtype, a, *, new_dtype: str) -> Interval:
     kind = ends_dtype(dtype).type
-    if a.lo.dtype == bool:
+    if a.lo.dtype == np.bool_:
         return Interval(a.lo.astype(kind), a.hi.astype(kind), np.False_)
-    if dtype == bool:
+    if dtype == np.bool_:
         zero = a.lo.dtype.type(0)
         never = (a.lo > zero) | (a.hi < zero)
         always = (a.lo == zero) & (a.hi == zero) & ~a.nan
@@ -510,19 +556,19 @@ def convert_element_type(xp, dtype, a, *, new_dtype: str) -> Interval:
         return _widened(xp, dtype, lo, hi, a.nan, 1)
     info = np.iinfo(dtype)
     if _is_float(a):
-        # 2^24 below the ends: those are no float32.
-        low, high = float(info.min), float(info.max)
-        room = 2.0**-20 * high
-        fits = ~a.nan & (a.lo >= low + room * (low < 0)) & (a.hi <= high - room)
+        # Powers of two, which every float dtype has.
+        fits = ~a.nan & (a.lo >= float(info.min)) & (a.hi < float(info.max + 1))
         lo, hi = (xp.where(fits, xp.trunc(v), v.dtype.type(0)).astype(kind) for v in (a.lo, a.hi))
         return _else_everything(xp, dtype, fits, between(xp, lo, hi))
     source = np.iinfo(a.lo.dtype)
-    fits = np.True_
-    if source.min < info.min:
-        fits = fits & (a.lo >= a.lo.dtype.type(info.min))
-    if source.max > info.max:
-        fits = fits & (a.hi <= a.hi.dtype.type(info.max))
-    return _else_everything(xp, dtype, fits, between(xp, a.lo.astype(kind), a.hi.astype(kind)))
+    lo, hi = a.lo.astype(kind), a.hi.astype(kind)
+    if info.min <= source.min and source.max <= info.max:
+        return Interval(lo, hi, np.False_)
+    fits = lo <= hi
+    if source.bits > info.bits:
+        width = (a.hi - a.lo).astype(np.dtype(f"u{source.bits // 8}"))
+        fits = fits & (width < 2**info.bits)
+    return _else_everything(xp, dtype, fits, Interval(lo, hi, np.False_))
 
 
 def is_finite(xp, dtype, a) -> Interval:
@@ -549,12 +595,10 @@ def round_(xp, dtype, a, *, rounding_method: int) -> Interval:
         return Interval(xp.round(a.lo), xp.round(a.hi), a.nan)
 
     def away(x):
-        return xp.where(xp.isinf(x), x, xp.trunc(x + xp.copysign(x.dtype.type(0.5), x)))
+        whole, one = xp.trunc(x), x.dtype.type(1)
+        return whole + xp.where(xp.abs(x - whole) >= 0.5, xp.copysign(one, x), one * 0)
 
-    # x + 0.5 rounds: one unit of room.
-    lo, hi = away(a.lo), away(a.hi)
-    one = lo.dtype.type(1)
-    return Interval(xp.where(a.lo == lo, lo, lo - one), xp.where(a.hi == hi, hi, hi + one), a.nan)
+    return Interval(away(a.lo), away(a.hi), a.nan)
 
 
 def _function(xp, name: str) -> Callable:
@@ -573,18 +617,36 @@ def _np_erf(x, f: Callable = math.erf):
     return np.vectorize(f, otypes=[np.float64])(x).astype(np.asarray(x).dtype)
 
 
-def increasing(name: str, low: float = -math.inf, high: float = math.inf, falling: bool = False) -> Rule:
-    """Of a monotone function on `low` to `high`, NaN outside."""
+def increasing(
+    name: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    falling: bool = False,
+    positive: bool = False,
+    ulps: int = _LIBRARY_ULPS,
+) -> Rule:
+    """Of a monotone function on `low` to `high`, NaN outside. `positive`: no value is below 0."""
 
     def rule(xp, dtype, a, **_) -> Interval:
         f = _function(xp, name)
         kind = a.lo.dtype.type
         x, y = (xp.clip(v, kind(low), kind(high)) for v in (a.lo, a.hi))
-        outside = (a.lo < low) | (a.hi > high)
-        ends = (f(y), f(x)) if falling else (f(x), f(y))
-        return _widened(xp, dtype, *ends, a.nan | outside, _LIBRARY_ULPS)
+        x, y = (y, x) if falling else (x, y)
+        nan = a.nan | (a.lo < low) | (a.hi > high)
+        # What is 0 by underflow: the sign is that of the input, where it is not positive anyhow.
+        if positive:
+            found = _widened(xp, dtype, f(x), f(y), nan, ulps, above=True)
+            return found._replace(lo=xp.maximum(found.lo, kind(0)))
+        return _widened(xp, dtype, f(x), f(y), nan, ulps, below=x < 0, above=y > 0)
 
     return rule
+
+
+def rsqrt(xp, dtype, a) -> Interval:
+    found = increasing("rsqrt", 0, falling=True)(xp, dtype, a)
+    minus = found.lo.dtype.type(-np.inf)
+    return found._replace(lo=xp.where(_contains(a, 0), minus, found.lo))  # of -0.0
 
 
 def limited(low: float, high: float) -> Rule:
@@ -592,9 +654,7 @@ def limited(low: float, high: float) -> Rule:
 
     def rule(xp, dtype, *intervals, **_) -> Interval:
         kind = ends_dtype(dtype).type
-        infinite = functools.reduce(
-            lambda p, q: p | q, ((i.lo == -np.inf) | (i.hi == np.inf) for i in intervals)
-        )
+        infinite = functools.reduce(lambda p, q: p | q, map(_infinite, intervals))
         return _widened(xp, dtype, kind(low), kind(high), _nan(*intervals) | infinite, 2)
 
     return rule
