@@ -167,6 +167,9 @@ class _Generator:
             params["y"] = int(self.rng.integers(lowest, 6))
         elif name == "round":
             params["rounding_method"] = int(self.rng.integers(2))
+        elif name == "reduce_precision":
+            bits = self.pick(((8, 7), (5, 10), (8, 23)))
+            params |= dict(zip(("exponent_bits", "mantissa_bits"), bits, strict=True))
         elif name == "select_n":
             return self.select(dtype)
         return self.op(name, *(self.value(dtype) for _ in range(row.arity or 1)), **params)

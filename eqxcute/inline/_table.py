@@ -5,6 +5,8 @@ A row says how a value is computed under JAX (`evaluate`), which function of `_d
 A new primitive is a new row, plus a line in `_device.py`; tests draw their programs from the table, so they cover it.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +54,10 @@ def _wrap(x, size):
 
 def _round(x, *, rounding_method):
     return lax.round(x, lax.RoundingMethod(rounding_method))
+
+
+def _reduce_precision(x, *, exponent_bits, mantissa_bits):
+    return lax.reduce_precision(x, exponent_bits, mantissa_bits)
 
 
 def _float(evaluate, bound, arity=1) -> Row:
@@ -117,38 +123,51 @@ ROWS: dict[str, Row] = {
     "floor": _float(lax.floor, interval.integral("floor")),
     "ceil": _float(lax.ceil, interval.integral("ceil")),
     "round": Row(_round, interval.round_, "float", 1, None, ("rounding_method",)),
-    "exp": _float(lax.exp, interval.increasing("exp")),
-    "exp2": _float(lax.exp2, interval.increasing("exp2")),
+    "reduce_precision": Row(
+        _reduce_precision, interval.unknown, "float", 1, None, ("exponent_bits", "mantissa_bits")
+    ),
+    "exp": _float(lax.exp, interval.increasing("exp", positive=True)),
+    "exp2": _float(lax.exp2, interval.increasing("exp2", positive=True, ulps=128)),
     "log": _float(lax.log, interval.increasing("log", 0)),
     "log1p": _float(lax.log1p, interval.increasing("log1p", -1)),
     "expm1": _float(lax.expm1, interval.increasing("expm1")),
     "tanh": _float(lax.tanh, interval.increasing("tanh")),
-    "logistic": _float(lax.logistic, interval.increasing("logistic")),
+    "logistic": _float(lax.logistic, interval.increasing("logistic", positive=True)),
     "erf": _float(lax.erf, interval.increasing("erf")),
-    "erfc": _float(lax.erfc, interval.increasing("erfc", falling=True)),
+    "erfc": _float(lax.erfc, interval.increasing("erfc", falling=True, positive=True, ulps=128)),
     "sqrt": _float(lax.sqrt, interval.increasing("sqrt", 0)),
-    "rsqrt": _float(lax.rsqrt, interval.increasing("rsqrt", 0, falling=True)),
-    "cbrt": _float(lax.cbrt, interval.increasing("cbrt")),
+    "rsqrt": _float(lax.rsqrt, interval.rsqrt),
+    "cbrt": _float(lax.cbrt, interval.unknown),
     "sin": _float(lax.sin, interval.limited(-1, 1)),
     "cos": _float(lax.cos, interval.limited(-1, 1)),
     "tan": _float(lax.tan, interval.unknown),
     "asin": _float(lax.asin, interval.unknown),
     "acos": _float(lax.acos, interval.unknown),
     "atan": _float(lax.atan, interval.increasing("arctan")),
-    "sinh": _float(lax.sinh, interval.increasing("sinh")),
+    "sinh": _float(lax.sinh, interval.increasing("sinh", ulps=128)),
     "cosh": _float(lax.cosh, interval.unknown),
     "asinh": _float(lax.asinh, interval.increasing("arcsinh")),
     "acosh": _float(lax.acosh, interval.unknown),
     "atanh": _float(lax.atanh, interval.unknown),
-    "atan2": _float(lax.atan2, interval.limited(-3.1415928, 3.1415928), 2),
+    "atan2": _float(lax.atan2, interval.atan2, 2),
     "erf_inv": _float(lax.erf_inv, interval.unknown),
     "nextafter": _float(lax.nextafter, interval.unknown, 2),
 }
 
 # The same under another name.
-SYNONYMS = {"add_any": "add", "pow2": "exp2", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
+SYNONYMS = {"add_any": "add", "pow2": "exp2"}
+
+
+def _polynomial(op, const, x, *coefficients):
+    """Horner's rule; the highest coefficient is the last."""
+    return functools.reduce(
+        lambda total, c: op("add", op("mul", total, x), c), reversed(coefficients)
+    )
+
 
 # Primitives that are a few others: from `op(name, *values)` and `const(number)` in the values' dtype.
 EXPANSIONS: dict[str, Callable[..., int]] = {
+    "polynomial": _polynomial,
+    "log2": lambda op, const, x: op("div", op("log", x), const(math.log(2))),
     "one_minus_square": lambda op, const, x: op("sub", const(1), op("mul", x, x)),
 }
