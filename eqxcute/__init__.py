@@ -20,5 +20,6 @@ from ._errors import (
     SpecError as SpecError,
 )
 from ._kernel import Kernel as Kernel, attribute as attribute, static as static
+from .inline._pointwise import Pointwise as Pointwise, pointwise as pointwise
 
 __version__ = "0.1.0"

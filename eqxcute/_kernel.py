@@ -86,7 +86,7 @@ class Kernel(eqx.Module):
 
     Class options:
 
-    - `signature`: See `eqxcute._signature`.
+    - `signature`: See `eqxcute._signature`. A property may make it from the kernel's static fields.
     - `dtypes`: Which dtypes an argument may have, by its name: `{"x": ("float32", "bfloat16")}`.
     - `aliases`: Inputs whose buffer an output takes over, `{input: output}`. Each is the number of an array, or its
         path (`"x"`, `"state.m"`, `"state['m']"`; outputs `"out"`). Values are safe: XLA copies an input that is
@@ -256,7 +256,7 @@ def parameter_names(cls: type, count: int) -> tuple[str, ...]:
 
 
 def signature_of(kernel: Kernel) -> _signature.Signature:
-    text = getattr(type(kernel), "signature", None)
+    text = getattr(kernel, "signature", None)
     if not isinstance(text, str):
         raise SpecError(
             f'`{name_of(kernel)}` has no signature. Write one in the class: `signature = "n, n -> n"`.'

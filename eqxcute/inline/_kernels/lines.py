@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Constexpr, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import CacheEvictionPriority, LoadCacheMode, StoreCacheMode
 
 from .._walk import STRIPS, VECTOR_BYTES
@@ -194,9 +194,7 @@ def store(held: cute.Tensor, x: cute.Tensor, hint: Constexpr):
 def move(op, source: cute.Tensor, target: cute.Tensor, hints: dict) -> None:
     """In accesses of 16 bytes."""
     each = vector_of(source)
-    atom = cute.make_copy_atom(
-        op, source.element_type, num_bits_per_copy=8 * VECTOR_BYTES, **hints
-    )
+    atom = cute.make_copy_atom(op, source.element_type, num_bits_per_copy=8 * VECTOR_BYTES, **hints)
     source, target = cute.zipped_divide(source, (each,)), cute.zipped_divide(target, (each,))
     for i in range(cute.size(source, mode=[1])):
         cute.copy(atom, source[None, i], target[None, i])
