@@ -66,10 +66,14 @@ def flushed(xp: Any, dtype: Any, x: Interval) -> Interval:
     return x._replace(lo=_normal(xp, dtype, x.lo, -1), hi=_normal(xp, dtype, x.hi, 1))
 
 
+def _tiny(dtype: Any) -> Any:
+    """Above all subnormals."""
+    return ends_dtype(dtype).type(float(jnp.finfo(dtype).smallest_normal) * 2)
+
+
 def _normal(xp: Any, dtype: Any, end: Any, outward: int) -> Any:
     """A subnormal end, moved `outward` to 0 or to the next normal number."""
-    kind = end.dtype.type
-    tiny = kind(float(jnp.finfo(dtype).smallest_normal) * 2)
+    kind, tiny = end.dtype.type, _tiny(dtype)
     end = xp.where((end * outward < 0) & (end * outward > -tiny), kind(0), end)
     return xp.where((end * outward > 0) & (end * outward < tiny), tiny * kind(outward), end)
 
@@ -119,7 +123,15 @@ def _largest(xp: Any, values: Any) -> Any:
 
 
 def _widened(
-    xp: Any, dtype: Any, lo: Any, hi: Any, nan: Any, ulps: float, *, below: Any = False, above: Any = False
+    xp: Any,
+    dtype: Any,
+    lo: Any,
+    hi: Any,
+    nan: Any,
+    ulps: float,
+    *,
+    below: Any = False,
+    above: Any = False,
 ) -> Interval:
     """Room for `ulps` units of rounding in `dtype` and as much again, for flushed subnormals and early overflow.
 
@@ -128,8 +140,10 @@ def _widened(
     info = jnp.finfo(dtype)
     kind = ends_dtype(dtype).type
     room = float(info.eps) * 2 * ulps
-    relative, tiny, most = kind(room), kind(float(info.smallest_normal) * 2), kind(info.max)
-    near = kind(float(info.max) / (1 + 2 * room + 8 * float(info.eps)))  # from here on it may overflow
+    relative, tiny, most = kind(room), _tiny(dtype), kind(info.max)
+    near = kind(
+        float(info.max) / (1 + 2 * room + 8 * float(info.eps))
+    )  # from here on it may overflow
     lo, hi = xp.asarray(lo), xp.asarray(hi)
     lost = xp.isnan(lo) | xp.isnan(hi)
     lo, hi = xp.where(xp.isnan(lo), kind(-np.inf), lo), xp.where(xp.isnan(hi), kind(np.inf), hi)
@@ -354,11 +368,17 @@ def abs_(xp, dtype, a) -> Interval:
 
 
 def max_(xp, dtype, a, b) -> Interval:
-    return Interval(xp.maximum(a.lo, b.lo), xp.maximum(a.hi, b.hi), _nan(a, b))
+    lo, hi = xp.maximum(a.lo, b.lo), xp.maximum(a.hi, b.hi)
+    if _is_float(a):  # of 0 and a subnormal, either
+        lo = xp.where((lo == 0) & (xp.minimum(a.lo, b.lo) < 0), -_tiny(dtype), lo)
+    return Interval(lo, hi, _nan(a, b))
 
 
 def min_(xp, dtype, a, b) -> Interval:
-    return Interval(xp.minimum(a.lo, b.lo), xp.minimum(a.hi, b.hi), _nan(a, b))
+    lo, hi = xp.minimum(a.lo, b.lo), xp.minimum(a.hi, b.hi)
+    if _is_float(a):
+        hi = xp.where((hi == 0) & (xp.maximum(a.hi, b.hi) > 0), _tiny(dtype), hi)
+    return Interval(lo, hi, _nan(a, b))
 
 
 def clamp(xp, dtype, low, x, high) -> Interval:
@@ -442,7 +462,9 @@ def _bits(xp, dtype, a, b, lo: Callable, hi: Callable) -> Interval:
 def and_(xp, dtype, a, b) -> Interval:
     if dtype == np.bool_:
         return Interval(a.lo & b.lo, a.hi & b.hi, np.False_)
-    lo, hi, _ = _bits(xp, dtype, a, b, lambda p, q, f, g: p & q, lambda p, q, f, g: (p | f) & (q | g))
+    lo, hi, _ = _bits(
+        xp, dtype, a, b, lambda p, q, f, g: p & q, lambda p, q, f, g: (p | f) & (q | g)
+    )
     zero = a.lo.dtype.type(0)
     for x, y in ((a, b), (b, a)):
         # Not below 0, and not above what is not below 0.
@@ -550,7 +572,9 @@ def convert_element_type(xp, dtype, a, *, new_dtype: str) -> Interval:
         return Interval(never, ~always, np.False_)
     if jnp.issubdtype(dtype, jnp.floating):
         lo, hi = a.lo.astype(kind), a.hi.astype(kind)
-        exact = ends_dtype(dtype) == dtype and (not _is_float(a) or a.lo.dtype.itemsize <= dtype.itemsize)
+        exact = ends_dtype(dtype) == dtype and (
+            not _is_float(a) or a.lo.dtype.itemsize <= dtype.itemsize
+        )
         if exact:
             return Interval(lo, hi, a.nan)
         return _widened(xp, dtype, lo, hi, a.nan, 1)
@@ -645,8 +669,15 @@ def increasing(
 
 def rsqrt(xp, dtype, a) -> Interval:
     found = increasing("rsqrt", 0, falling=True)(xp, dtype, a)
-    minus = found.lo.dtype.type(-np.inf)
-    return found._replace(lo=xp.where(_contains(a, 0), minus, found.lo))  # of -0.0
+    # Infinite at 0, and of the other sign at -0.0.
+    zero, top = _contains(a, 0), found.lo.dtype.type(np.inf)
+    return found._replace(lo=xp.where(zero, -top, found.lo), hi=xp.where(zero, top, found.hi))
+
+
+def atan2(xp, dtype, y, x) -> Interval:
+    found = limited(-math.pi, math.pi)(xp, dtype, y, x)
+    # XLA divides, and takes subnormals for 0.
+    return found._replace(nan=found.nan | (_contains(y, 0) & _contains(x, 0)))
 
 
 def limited(low: float, high: float) -> Rule:

@@ -1,0 +1,168 @@
+"""No value escapes its interval: every rule against all values of small intervals, as JAX computes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from inline_programs import edge_values, taken
+
+from eqxcute.inline import _table
+from eqxcute.inline._interval import Interval, ends_dtype, flushed
+
+INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+FLOATS = ("float16", "bfloat16", "float32")
+PARAMS = {
+    "integer_pow": [{"y": y} for y in (-3, -1, 0, 1, 2, 3, 5, 8)],
+    "round": [{"rounding_method": m} for m in (0, 1)],
+    "reduce_precision": [{"exponent_bits": 5, "mantissa_bits": 10}],
+    "convert_element_type": [{"new_dtype": d} for d in ("bool", *INTEGERS, *FLOATS)],
+    "bitcast_convert_type": [],
+}
+
+
+def _values(dtype: str, arity: int) -> np.ndarray:
+    """In rising order, without NaN; the last ones are -0.0 and 0.0, if it has them. Always as many, to compile once."""
+    if dtype == "bool":
+        return np.array([False, True])
+    if dtype in FLOATS:
+        if arity == 1 and dtype != "float32":
+            drawn = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(dtype))
+        else:
+            drawn = edge_values(dtype, 1, (1 << 16) if arity == 1 else 60)
+        drawn = drawn.astype(np.float32)
+        values = np.unique(drawn[~np.isnan(drawn)])
+        if arity == 1:
+            zeros = np.zeros((1 << 16) - len(values))
+        else:
+            values = values[np.linspace(0, len(values) - 1, 64).round().astype(int)]
+            zeros = np.zeros(2)
+        zeros[0] = -0.0
+        return np.concatenate([values, zeros]).astype(jnp.dtype(dtype))
+    info = np.iinfo(dtype)
+    if info.bits == 8:
+        return np.arange(info.min, info.max + 1).astype(dtype)
+    anchors = [
+        info.min,
+        -1,
+        0,
+        1 << (info.bits // 2),
+        info.max // 3,
+        1 << (info.bits - 2),
+        info.max,
+    ]
+    numbers = {a + i for a in anchors for i in range(-9, 10) if info.min <= a + i <= info.max}
+    return np.array(sorted(numbers)).astype(dtype)
+
+
+def _spans(dtype: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last place in `values` of intervals: short ones everywhere, and some long ones."""
+    n = len(values)
+    rng = np.random.default_rng(n)
+    every = np.arange(n) if n < 1000 else rng.integers(0, n, 2000)
+    first = np.concatenate([every, rng.integers(0, n, 60)])
+    width = np.concatenate([rng.choice([0, 0, 1, 2, 4], len(every)), rng.integers(0, n, 60)])
+    last = np.minimum(first + width, n - 1)
+    if dtype not in FLOATS and dtype != "bool":  # no gaps
+        wide = values.astype(np.int64)
+        whole = wide[last] - wide[first] == last - first
+        first, last = first[whole], last[whole]
+    elif dtype in FLOATS:
+        zeros = int(np.nonzero(np.diff(values.astype(np.float32)) < 0)[0][-1]) + 1
+        keep = last < zeros
+        first = np.concatenate([first[keep], [zeros, n - 1]])
+        last = np.concatenate([last[keep], [zeros, n - 1]])
+    return first, last
+
+
+def _rows(dtype: str, arity: int) -> list[tuple[str, dict]]:
+    rows = [
+        (name, params)
+        for name, row in _table.ROWS.items()
+        if row.arity == arity and dtype in taken(row.takes, [dtype])
+        for params in PARAMS.get(name, [{}])
+    ]
+    return [r for r in rows if not (r[1].get("y", 0) < 0 and dtype in INTEGERS)]
+
+
+@functools.cache
+def _tables(dtype: str, count: int, arity: int):
+    """The compiled functions of all rows."""
+    rows = _rows(dtype, arity)
+    return rows, jax.jit(
+        lambda *xs: [_table.ROWS[name].evaluate(*xs, **params) for name, params in rows]
+    )
+
+
+def _seen(table: np.ndarray, spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Least, largest and NaN of the table's box under each tuple of spans, one axis for each input."""
+    wide = table.astype(np.float64) if table.dtype.kind not in "iub" else table.astype(np.int64)
+    nan = np.isnan(wide) if wide.dtype.kind == "f" else np.zeros(wide.shape, bool)
+    low = np.where(nan, np.inf, wide) if wide.dtype.kind == "f" else wide
+    high = np.where(nan, -np.inf, wide) if wide.dtype.kind == "f" else wide
+    for axis, (first, last) in enumerate(spans):
+        cuts = [(*[slice(None)] * axis, slice(i, j + 1)) for i, j in zip(first, last, strict=True)]
+        low = np.stack([low[c].min(axis) for c in cuts], axis)
+        high = np.stack([high[c].max(axis) for c in cuts], axis)
+        nan = np.stack([nan[c].any(axis) for c in cuts], axis)
+    return low, high, nan
+
+
+def _intervals(dtype: str, values: np.ndarray, spans, arity: int) -> list[Interval]:
+    held = values.astype(ends_dtype(dtype))
+    found = []
+    for axis in range(arity):
+        first, last = (
+            held[s].reshape([-1 if d == axis else 1 for d in range(arity)]) for s in spans
+        )
+        found.append(flushed(np, dtype, Interval(first, last, np.False_)))
+    return found
+
+
+def _assert_inside(what, bound: Interval, seen) -> None:
+    low, high, nan = seen
+    none = low > high  # nothing but NaN
+    lo, hi = (np.asarray(x).astype(low.dtype) for x in bound[:2])
+    out = ~none & ((low < lo) | (high > hi))
+    shown = [
+        f"[{a}, {b}] has {c} to {d}" for a, b, c, d in zip(lo[out], hi[out], low[out], high[out])
+    ]
+    assert not shown, f"{what}: {shown[:4]}"
+    assert not (nan & ~np.asarray(bound.nan)).any(), f"{what}: a NaN that was not foreseen"
+    assert np.all(lo <= hi), f"{what}: an empty interval"
+
+
+def _check(dtype: str, arity: int, held: bool) -> None:
+    values = _values(dtype, arity)
+    kind = ends_dtype(dtype) if held else jnp.dtype(dtype)
+    spans = _spans(dtype, values)
+    rows, run = _tables(kind.name, len(values), arity)
+    grids = np.meshgrid(*[values.astype(kind)] * arity, indexing="ij")
+    tables = dict(zip([repr(r) for r in rows], map(np.asarray, run(*grids)), strict=True))
+    intervals = _intervals(dtype, values, spans, arity)
+    for name, params in _rows(dtype, arity):
+        if held and kind != dtype and name in ("nextafter", "reduce_precision"):
+            continue  # of the bits in memory
+        out = _table.ROWS[name].dtype(*[dtype] * arity, **params)
+        table = tables[repr((name, params))]
+        if params.get("new_dtype") in ("float16", "bfloat16") and not held:
+            table = table.astype(np.float32)
+        with np.errstate(all="ignore"):
+            bound = _table.ROWS[name].bound(np, out, *intervals, **params)
+        shape = np.broadcast_shapes(*(i.lo.shape for i in intervals))
+        bound = Interval(*(np.broadcast_to(x, shape) for x in bound))
+        _assert_inside(f"{name} {params} {dtype}", bound, _seen(table, [spans] * arity))
+
+
+@pytest.mark.parametrize("dtype", ["bool", *INTEGERS])
+@pytest.mark.parametrize("arity", [1, 2])
+def test_no_integer_escapes(dtype, arity):
+    _check(dtype, arity, held=False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("arity", [1, 2])
+@pytest.mark.parametrize("held", [False, True])
+def test_no_float_escapes(dtype, arity, held):
+    _check(dtype, arity, held)
