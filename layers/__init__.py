@@ -1,4 +1,9 @@
 """Layers."""
 
-from .attention import FlexAttention as FlexAttention, flex_attention as flex_attention
+from .attention import (
+    FlexAttention as FlexAttention,
+    TileMap as TileMap,
+    flex_attention as flex_attention,
+    tile_map as tile_map,
+)
 from .bias_act import BiasReLU as BiasReLU, bias_relu as bias_relu

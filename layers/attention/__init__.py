@@ -25,3 +25,4 @@ from ._scores import (
     SoftCap as SoftCap,
     alibi_slopes as alibi_slopes,
 )
+from ._tiles import TileLists as TileLists, TileMap as TileMap, tile_map as tile_map

@@ -1,4 +1,4 @@
-"""Tile sizes of the blockwise reference.
+"""Tile sizes of the blockwise reference, and what may be tuned in tile maps.
 
 One tile of scores is held at a time, for all heads and batch entries together, so a tile's
 memory is `batch * heads * tile_q * tile_kv` numbers. Fewer, larger tiles mean fewer loop
@@ -48,3 +48,23 @@ def tiles(rows: int, q_len: int, kv_len: int) -> tuple[int, int]:
 def _equal_part(length: int, largest: int) -> int:
     parts = -(-length // largest)
     return -(-length // parts)
+
+
+# What a mask says of a tile, as int8.
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+# A map of up to so many tiles is made in NumPy even inside `jit`, if the mask is known: its lists
+# are constants of the program then, 512 KiB of them.
+MOST_CONSTANT_TILES: Final = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """How the kernel walks rows of verdicts. Frozen: it is in the compile key."""
+
+    warps: int = 4  # a CTA; each takes a row
+    loads: int = 8  # in flight a lane, before the first is used
+
+
+# Not measured: 16 warps a processor, each with 256 bytes in flight.
+COMPACTION: Final = Compaction()

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eqxcute.inline import Program
+
 from .._fallback import choose
 from . import _reference
 from ._functions import trace_mask, trace_score
 from ._masks import AbstractMask
 from ._scores import AbstractScore
+from ._tiles import TileMap
 
 MaskFn = Callable[
     [Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]], Bool[Array, ""] | bool
@@ -37,6 +40,7 @@ def flex_attention(
     scale: float | None = None,
     sink: Float[Array, " heads"] | Float[Array, ""] | None = None,
     return_lse: bool = False,
+    tiles: TileMap | None = None,
     implementation: str | None = None,
 ) -> (
     Float[Array, "*batch q_len heads v_dim"]
@@ -68,6 +72,9 @@ def flex_attention(
     - `sink`: A logit per query head, or one for all, that takes part in the softmax without a
         value: the output is multiplied by `sigmoid(lse - sink)`. (Keyword only argument.)
     - `return_lse`: Also return the LSE. (Keyword only argument.)
+    - `tiles`: What [`tile_map`][] made of `mask_fn`, for layers or steps that share a mask. It is
+        checked against the sizes and the mask's code; its arrays must come from the same values
+        as the mask's. Plain JAX does nothing else with it. (Keyword only argument.)
     - `implementation`: `None` picks, `"cute"` insists on the GPU kernel, `"xla"` is plain JAX.
         (Keyword only argument.)
 
@@ -109,6 +116,8 @@ def flex_attention(
 
     wide = _reference.wide(q.dtype)
     mask, mask_captured = (None, []) if mask_fn is None else trace_mask(mask_fn)
+    if tiles is not None:
+        _check_tiles(tiles, mask, batch=rows, heads=heads, q_len=q_len, kv_len=kv_len)
     score, score_captured = (None, []) if score_fn is None else trace_score(score_fn, wide)
     if 0 in (rows, q_len, kv_len):
         out = jnp.zeros((rows, heads, q_len, v_dim), v.dtype)
@@ -178,6 +187,16 @@ def check_function(name: str, fn: Any) -> None:
         f"{NAME}: {name} must be a function of {signature} or None, not "
         f"{type(fn).__name__}. {instead}"
     )
+
+
+def _check_tiles(tiles: Any, mask: Program | None, **sizes: int) -> None:
+    if not isinstance(tiles, TileMap):
+        raise TypeError(
+            f"{NAME}: tiles must be a TileMap, as tile_map makes it, not {type(tiles).__name__}."
+        )
+    if mask is None:
+        raise ValueError(f"{NAME}: tiles was given without mask_fn, which it says nothing without.")
+    tiles.check(NAME, digest=mask.code.digest, **sizes)
 
 
 def check_scale(scale: Any) -> float | None:

@@ -13,6 +13,7 @@ from ._entry import (
     check_scale,
     flex_attention,
 )
+from ._tiles import TileMap
 
 
 class FlexAttention(eqx.Module):
@@ -80,11 +81,13 @@ class FlexAttention(eqx.Module):
         v: Float[Array, "*batch kv_len kv_heads v_dim"],
         *,
         return_lse: bool = False,
+        tiles: TileMap | None = None,
     ) -> Any:
         """**Arguments:**
 
         - `q`, `k`, `v`: As for [`flex_attention`][]. Leading batch dims and `jax.vmap` both work.
         - `return_lse`: Also return the LSE, `*batch heads q_len`. (Keyword only argument.)
+        - `tiles`: What [`tile_map`][] made of the layer's mask. (Keyword only argument.)
 
         **Returns:**
 
@@ -99,5 +102,6 @@ class FlexAttention(eqx.Module):
             scale=self.scale,
             sink=self.sink,
             return_lse=return_lse,
+            tiles=tiles,
             implementation=self.implementation,
         )
