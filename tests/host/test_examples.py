@@ -26,6 +26,17 @@ def test_each_example_prints_its_error(name, capsys):
     assert error < 1e-5  # float32, sums of a few terms
 
 
+def test_pointwise(capsys):
+    """It has no kernel of its own, and so no case among the others."""
+    lines = (EXAMPLES / "pointwise.py").read_text().splitlines()
+    assert len(lines) < 100
+    load("pointwise").main((9, 17))
+    said = capsys.readouterr().out
+    assert float(said.split("float64")[1].split()[0]) < 1e-5  # the result is float32: the bias is
+    assert "= tanh" in said
+    assert "gradient of the bias: (17,) float32" in said
+
+
 def exact(name, kernel, arguments):
     """The formula, written again, in float64."""
     wide = [np.asarray(a, np.float64) for a in arguments]
