@@ -20,7 +20,7 @@ SHAPE = (16384, 8192) if ON_GPU else (129, 1001)  # the second is odd, for the r
 
 def gated(x, gate, bias):
     """Scalars in, a scalar out: what happens to one element."""
-    return jax.nn.gelu(x + bias) * gate
+    return (jax.nn.gelu(x + bias) * gate).astype(x.dtype)
 
 
 def main(shape=SHAPE):
