@@ -1,12 +1,14 @@
 """A kernel that evaluates programs and writes the value of every equation, and the oracle for it."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass.cute as cute
 import jax.numpy as jnp
 import numpy as np
+from inline_programs import taken
 from scipy import special
 
 import eqxcute
@@ -35,8 +37,8 @@ def words(code: Code) -> int:
 class Evaluate(eqxcute.Kernel):
     """Every value of each of `codes`, as bits. One thread an element.
 
-    Call it as `kernel(index, arguments, operands)`: `arange(n)`, the vectors by name, and for each code its arrays. All
-    codes have the same arguments.
+    Call it as `kernel(index, arguments, operands)`: `arange(n)`, the vectors by name, and the captured arrays. All codes
+    have the same arguments and operands.
     """
 
     signature = "n, {}, {} -> rows n"
@@ -65,30 +67,37 @@ class Evaluate(eqxcute.Kernel):
 
 def _write_all(codes, fast, arguments, operands, i, out):
     row = 0
-    for code, arrays in zip(codes, operands, strict=True):
+    for code in codes:
         scalars = {a.name: arguments[a.name][i] for a in code.arguments}
-        partial = _emit.bind(_emit.start(every(code), arrays, fast=fast), **scalars)
+        partial = _emit.bind(_emit.start(every(code), operands, fast=fast), **scalars)
         for n, e in enumerate(code.equations):
             for word in _device.words(partial.values[n], e.dtype):
                 out[row, i] = word
                 row += 1
 
 
-def evaluate_all(
-    codes: Sequence[Code],
+class Quickly(Evaluate):
+    """The same, without the assembler's optimisations: for the interpreter, which reads the PTX."""
+
+    compile_options = "--opt-level 0"
+
+
+def kernel_of(codes: Sequence[Code], fast: bool | str = False, base: type = Evaluate) -> Evaluate:
+    return base(tuple(codes), sum(map(words, codes)), fast)
+
+
+def call(
+    kernel: Evaluate,
     arguments: Mapping[str, np.ndarray],
-    operands: Sequence[Sequence[np.ndarray]],
-    *,
-    fast: bool | str = False,
-    run: Any = testing.interpret,
+    operands: Sequence[np.ndarray],
+    run: Any,
 ) -> list[list[np.ndarray]]:
     """For each code the values of its equations, 16-bit floats as float32. `run(kernel, *arguments)` runs the kernel."""
-    kernel = Evaluate(tuple(codes), sum(map(words, codes)), fast)
     count = len(next(iter(arguments.values())))
     index = np.arange(count, dtype=np.int32)
-    out = np.asarray(run(kernel, index, dict(arguments), tuple(map(tuple, operands))))
+    out = np.asarray(run(kernel, index, dict(arguments), tuple(operands)))
     found, row = [], 0
-    for code in codes:
+    for code in kernel.codes:
         values = []
         for e in code.equations:
             dtype = held(e.dtype)
@@ -97,6 +106,12 @@ def evaluate_all(
             row += n
         found.append(values)
     return found
+
+
+def interpreted(codes, arguments, operands=(), *, fast: bool | str = False, architecture="sm_80"):
+    """`call` in the PTX interpreter."""
+    run = functools.partial(testing.interpret, architecture=architecture)
+    return call(kernel_of(codes, fast, Quickly), arguments, operands, run)
 
 
 def _from_words(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -122,7 +137,7 @@ _UNARY = {
     "logistic": special.expit,
     "erf": special.erf,
     "erfc": special.erfc,
-    "erf_inv": special.erfinv,
+    "erf_inv": lambda x: np.copysign(special.erfinv(x), x),
     "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "cbrt": np.cbrt,
@@ -144,6 +159,7 @@ _UNARY = {
     "sign": lambda x: np.where(x == 0, x, np.sign(x)),
     "square": np.square,
     "stop_gradient": lambda x: x,
+    "copy": lambda x: x,
 }
 
 _BINARY = {
@@ -202,6 +218,8 @@ def _of_floats(e, source: str, inputs):
     if e.op == "nextafter":
         a, b = (x.astype(jnp.dtype(e.dtype)) for x in inputs)
         return np.where(a == b, b, np.nextafter(a, b)).astype(np.float64)
+    if e.op == "reduce_precision":
+        return _reduced(inputs[0], **dict(e.params))
     if e.op == "integer_pow":  # JAX multiplies, in this dtype: so the products' roundings are right
         return _multiplied(inputs[0], e["y"]).astype(np.float64)
     wide = [x.astype(np.float64) for x in inputs]
@@ -228,6 +246,19 @@ def _converted(x: np.ndarray, dtype: str):
 
 def dtype_of(name: str):
     return np.dtype(name).type
+
+
+def _reduced(x, exponent_bits: int, mantissa_bits: int):
+    """To a float with so many bits, that has no subnormal numbers."""
+    wide = x.astype(np.float64)
+    exponent = np.maximum(np.frexp(wide)[1], -125)  # subnormal numbers have the bits they have
+    unit = np.ldexp(1.0, exponent - 1 - mantissa_bits)
+    found = np.where(np.isfinite(wide), np.rint(wide / unit) * unit, wide)
+    bias = (1 << (exponent_bits - 1)) - 1
+    if exponent_bits < 8:
+        found = np.where(np.abs(found) < 2.0 ** (1 - bias), np.copysign(0.0, wide), found)
+        found = np.where(np.abs(found) >= 2.0 ** (bias + 1), np.copysign(np.inf, wide), found)
+    return found
 
 
 def _half_away(x):
@@ -287,48 +318,76 @@ def fused(code: Code, n: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     return found
 
 
+def allowed(op: str) -> float:
+    """Units in the last place of float32 by which a row may be off."""
+    return {"erfc": 4.0, "tan": 3.0}.get(op, 2.0)
+
+
+def complaints(
+    codes: Sequence[Code], operands: Sequence[Any], results: Sequence[Any], worst: dict[str, float]
+) -> list[str]:
+    """What is wrong with the values of all equations, a line each. Into `worst` go the errors by row."""
+    found = []
+    for i, (code, got) in enumerate(zip(codes, results, strict=True)):
+        for n, error in enumerate(worst_of(code, operands, got)):
+            e, j = code.equations[n], int(error.argmax())
+            worst[e.op] = max(worst.get(e.op, 0.0), float(error[j]))
+            if error[j] > allowed(e.op):
+                inputs = ", ".join(f"{code.equations[m].dtype} {got[m][j]}" for m in e.inputs)
+                found.append(
+                    f"code {i}: v{n} = {e.op}{dict(e.params)}({inputs}) gave {e.dtype} {got[n][j]}, off by {error[j]:.3g}"
+                )
+    return found
+
+
 def worst_of(
     code: Code, operands: Sequence[np.ndarray], got: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """For each equation the errors of its values, given the values that its inputs have got."""
-    found = []
-    for n, e in enumerate(code.equations):
-        if e.op == "argument":
-            found.append(np.zeros(1))
-            continue
-        inputs = [got[m] for m in e.inputs]
-        if e.op == "const":
-            wants = [np.broadcast_to(constant(e), got[n].shape)]
-        elif e.op == "size":
-            wants = [np.full(got[n].shape, operands[e["operand"]].shape[e["dim"]])]
-        elif e.op == "read":
-            array = operands[e["operand"]]
-            at = tuple(np.clip(i, 0, s - 1) for i, s in zip(inputs, array.shape, strict=True))
-            wants = [np.broadcast_to(array[at], got[n].shape)]
-        else:
-            wants = [oracle(code, n, inputs), *fused(code, n, got)]
-        if _is_float(e.dtype):
-            wants = [w.astype(np.float64) for w in wants]
-        error = np.min([errors(got[n], w) for w in wants], axis=0)
-        if e.op == "bitcast_convert_type" and inputs[0].dtype.kind == "f":
-            error = np.where(np.isnan(inputs[0]), 0.0, error)  # which NaN it is, nobody says
-        found.append(error)
-    return found
+    with np.errstate(all="ignore"):
+        return [_errors_of(code, n, operands, got) for n in range(len(code.equations))]
+
+
+def _errors_of(code: Code, n: int, operands, got) -> np.ndarray:
+    e = code.equations[n]
+    inputs = [got[m] for m in e.inputs]
+    if e.op == "argument":
+        return np.zeros(1)
+    if e.op == "const":
+        wants = [np.broadcast_to(constant(e), got[n].shape)]
+    elif e.op == "size":
+        wants = [np.full(got[n].shape, operands[e["operand"]].shape[e["dim"]])]
+    elif e.op == "read":
+        array = operands[e["operand"]]
+        at = tuple(np.clip(i, 0, s - 1) for i, s in zip(inputs, array.shape, strict=True))
+        wants = [np.broadcast_to(array[at], got[n].shape)]
+    else:
+        wants = [oracle(code, n, inputs), *fused(code, n, got)]
+    if _is_float(e.dtype):
+        wants = [w.astype(np.float64) for w in wants]
+    error = np.min([errors(got[n], w) for w in wants], axis=0)
+    if e.op == "bitcast_convert_type" and inputs[0].dtype.kind == "f":
+        error = np.where(np.isnan(inputs[0]), 0.0, error)  # which NaN it is, nobody says
+    return error
 
 
 # ---------------------------------------------------------------- codes of one row
 
 
+def row_arguments(dtype: str) -> tuple[Argument, ...]:
+    """What the code of every row takes: a boolean `p`, and `a`, `b` and `c` of one dtype."""
+    return (Argument("p", "bool"), *(Argument(name, dtype) for name in "abc"))
+
+
 def row_code(name: str, dtype: str, **params: Any) -> Code:
-    """One operation on arguments `a`, `b` and `c`, of which `select_n`'s first is boolean."""
+    """One operation, of the first of `a`, `b` and `c`; `select_n`'s is that of `p`."""
     row = _table.ROWS[name]
-    count = 3 if row.arity is None else row.arity
-    kinds = ["bool" if row.arity is None and i == 0 else dtype for i in range(count)]
-    arguments = [Argument("abc"[i], kind) for i, kind in enumerate(kinds)]
+    arguments = row_arguments(dtype)
     build = Builder(arguments)
-    numbers = [build.argument(a) for a in arguments]
-    result = build.op(name, *numbers, **params)
-    return Code(tuple(arguments), (), tuple(build.equations), (result,))
+    p, *numbers = [build.argument(a) for a in arguments]
+    inputs = [p, *numbers[:2]] if row.arity is None else numbers[: row.arity]
+    result = build.op(name, *inputs, **params)
+    return Code(arguments, (), tuple(build.equations), (result,))
 
 
 def variants(name: str, dtype: str, dtypes: Sequence[str]) -> list[dict[str, Any]]:
@@ -344,7 +403,20 @@ def variants(name: str, dtype: str, dtypes: Sequence[str]) -> list[dict[str, Any
         return [
             {"y": y} for y in ((-3, -1, 0, 1, 2, 3, 5) if _is_float(dtype) else (0, 1, 2, 3, 5))
         ]
+    if name == "reduce_precision":
+        sizes = ((8, 7), (5, 10), (8, 23), (4, 3))
+        return [{"exponent_bits": e, "mantissa_bits": m} for e, m in sizes]
     return [{}]
+
+
+def row_codes(dtype: str, dtypes: Sequence[str]) -> list[Code]:
+    """The codes of every row that takes `dtype`, with all parameters."""
+    return [
+        row_code(name, dtype, **params)
+        for name, row in _table.ROWS.items()
+        if dtype in taken(row.takes, dtypes)
+        for params in variants(name, dtype, dtypes)
+    ]
 
 
 def wide_floats(count: int, seed: int = 0) -> np.ndarray:

@@ -534,8 +534,8 @@ def _from_memory(bits, dtype: str):
     return arith.bitcast(_type(dtype), bits) if _is_float(dtype) else bits
 
 
-@_row("stop_gradient")
-def _stop_gradient(to, a):
+@_row("stop_gradient", "copy")
+def _same(to, a):
     return a.ir
 
 
@@ -559,6 +559,29 @@ def _is_finite(to, a):
 @_row("round")
 def _round(to, a, *, rounding_method):
     return (mlir_math.roundeven if rounding_method == 1 else mlir_math.round)(a.ir)
+
+
+@_row("reduce_precision")
+def _reduce_precision(to, a, *, exponent_bits, mantissa_bits):
+    """Ties to even; what is too large is infinite, and what a narrower exponent cannot hold normally is 0. NaN stays."""
+    # Bits of the fraction and of the exponent, in what the value is held in.
+    fraction, exponent = (52, 11) if to.dtype == "float64" else (23, 8)
+    bits = _to_memory(a.ir, "float64" if to.dtype == "float64" else "float32")
+    lost = fraction - mantissa_bits
+    if lost > 0:
+        odd = arith.andi(arith.shrui(bits, _like(bits, lost)), _like(bits, 1))
+        bits = arith.addi(bits, arith.addi(odd, _like(bits, (1 << (lost - 1)) - 1)))
+        bits = arith.andi(bits, _like(bits, -(1 << lost)))
+    if exponent_bits < exponent:
+        bias, narrow = (1 << (exponent - 1)) - 1, (1 << (exponent_bits - 1)) - 1
+        infinite = _like(bits, ((1 << exponent) - 1) << fraction)
+        sign = arith.andi(bits, _like(bits, 1 << (fraction + exponent)))
+        size = arith.andi(bits, infinite)
+        small = _icmp("ule", size, _like(bits, (bias - narrow) << fraction))
+        large = _icmp("ugt", size, _like(bits, (bias + narrow) << fraction))
+        bits = arith.select(large, arith.ori(sign, infinite), arith.select(small, sign, bits))
+    found = arith.bitcast(a.ir.type, bits)
+    return arith.select(_fcmp("UNO", a.ir, a.ir), a.ir, found)
 
 
 def _library(row: str, name: str = "") -> None:
