@@ -383,27 +383,29 @@ def _bits(x):
     return jr.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-READS = {
-    "transposed": lambda t: t.T[:, :, None],
-    "scaled": lambda t: (t * 2).T[:, :, None],
-    "cumulative": lambda t: jnp.cumsum(t, axis=1).T[:, :, None],
-    "picked": lambda t: jnp.take(t, jnp.asarray([2, 0, 0]), axis=0).T[:, :, None],
-    "spread": lambda t: jnp.broadcast_to(t[0, 0], (5, 3, 1)),
-    "a rule": lambda t: jax.nn.relu(t).T[:, :, None],
-}
+READS = (
+    lambda t: t.T,
+    lambda t: (t * 2).T,
+    lambda t: jnp.cumsum(t, axis=1).T,
+    lambda t: jnp.take(t, jnp.asarray([2, 0, 0]), axis=0).T,
+    lambda t: jnp.broadcast_to(t[0, 0], (5, 3)),
+    lambda t: jax.nn.relu(t).T,
+)
 
 
-@pytest.mark.parametrize("read", READS)
-def test_gradients_through_steps(read):
-    """Attention's gradient of a captured array that steps lie before, against the same bias computed outside."""
-    q = jnp.asarray(np.random.default_rng(2).normal(size=(5, 3, 4)), jnp.float32)
+def test_gradients_through_steps(tiling):
+    """Attention's gradient of a captured array that steps lie before, against the same biases computed outside."""
+    del tiling
+    q = jnp.asarray(np.random.default_rng(2).normal(size=(12, 3, 4)), jnp.float32)
 
     def loss(table, outside):
-        whole = READS[read](table) if outside else None
+        whole = [read(table) for read in READS] if outside else None
 
         def score(s, b, h, q_idx, kv_idx):
-            bias = READS[read](table) if whole is None else whole
-            return s + bias[q_idx, h, 0] * jnp.cos(kv_idx)
+            biases = [read(table) for read in READS] if whole is None else whole
+            for i, bias in enumerate(biases):
+                s = s + bias[q_idx % 5, h] * jnp.cos(kv_idx * (i + 1))
+            return s
 
         return (flex_attention(q, q, q, CausalMask(), score) ** 2).sum()
 
@@ -411,34 +413,36 @@ def test_gradients_through_steps(read):
         jax.jit(jax.grad(functools.partial(loss, outside=outside)))(jnp.asarray(TABLE))
         for outside in (False, True)
     )
-    assert bool(want.any())
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert bool((want != 0).all())
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("read", ["row", "step", "spread", "picked"])
 @pytest.mark.parametrize("mask", [None, CausalMask()], ids=["all", "causal"])
-def test_narrow_gradients_are_summed_in_float32(read, mask):
-    """S09: contributions of 1 to one number, from 200 queries of 3 heads; a bfloat16 sum of ones stops at 256. Each read
-    by its own axes: whatever the mask varies along, sums over the other ones are wide."""
+def test_narrow_gradients_are_summed_in_float32(mask):
+    """S09: contributions of 1 to one number, from 200 queries of 3 heads; a bfloat16 sum of ones stops at 256. Each row is
+    read by axes of its own: whatever the mask varies along, sums over the other ones are wide."""
     q = jnp.zeros((200, 3, 2))
-    table = jnp.zeros((2,), jnp.bfloat16)
+    table = jnp.zeros((6, 2), jnp.bfloat16)
 
     def total(table):
         def score(s, b, h, q_idx, kv_idx):
-            zero = h * 0
-            value = {
-                "row": lambda: table[zero],
-                "step": lambda: (table * 1)[zero],
-                "spread": lambda: jnp.broadcast_to(table[0], (200,))[q_idx],
-                "picked": lambda: jnp.take(table, jnp.zeros(200, jnp.int32), axis=0)[q_idx],
-            }[read]()
-            return s + value
+            zeros = jnp.zeros(200, jnp.int32)
+            ones = jnp.where(q_idx + kv_idx < 1000, 1, 2).astype(table.dtype)
+            return (
+                s
+                + table[0][h * 0]
+                + (table[1] * 1)[kv_idx * 0]
+                + jnp.broadcast_to(table[2, 0], (200,))[q_idx]
+                + jnp.take(table[3], zeros, axis=0)[q_idx]
+                + table[4, 0]
+                + table[5, 0] * ones
+            )
 
         return flex_attention(q, q, q, mask, score, return_lse=True)[1].sum()
 
     grad = jax.jit(jax.grad(total))(table)
     assert grad.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(grad, np.float32), [600, 0])
+    np.testing.assert_array_equal(np.asarray(grad, np.float32), [[600, 0]] * 6)
 
 
 def test_steps_run_once_for_all_tiles(monkeypatch):
@@ -540,16 +544,13 @@ def test_derivative_rules(rule):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), dgot, dwant)
 
 
-@pytest.mark.parametrize("rule", ["jvp", "vjp", "nested"])
-def test_derivative_rules_in_attention(rule):
-    """As if the rule's factors were written out. Attention hands the rule on through its own."""
+def test_derivative_rules_in_attention():
+    """As if the rules' factors were written out. Attention hands rules on through its own."""
     q = jnp.asarray(np.random.default_rng(2).normal(size=(5, 1, 4)), jnp.float32)
     table = jnp.asarray([0.3, 0.5, -1.0, 2.0, 0.1])
-    by_hand = {
-        "jvp": lambda s, t: _with_slopes(s, t, s * s + t * t, 3.0, 3.0),
-        "vjp": lambda s, t: _with_slopes(s, t, s * t, 5.0, 7 * s),
-        "nested": lambda s, t: _with_slopes(s, t, (s * t * t) ** 2, 15.0, 3 * 7 * s * 3.0),
-    }[rule]
+
+    def by_hand(s, t):
+        return _with_slopes(s, t, (s * t * t) ** 2, 15.0, 3 * 7 * s * 3.0)
 
     def loss(fn, q, table):
         def score(s, b, h, q_idx, kv_idx):
@@ -559,7 +560,7 @@ def test_derivative_rules_in_attention(rule):
 
     got, want = (
         jax.jit(jax.value_and_grad(functools.partial(loss, fn), (0, 1)))(q, table)
-        for fn in (RULES[rule], by_hand)
+        for fn in (RULES["nested"], by_hand)
     )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
 
@@ -836,19 +837,43 @@ def test_what_is_returned():
 # Dropout
 
 
-@pytest.mark.parametrize("kind", ["typed", "raw"])
-def test_dropout_is_a_score_function(kind):
-    """S20: bits of a captured key, as `jax.random` gives them directly; the same ones forward and backward, with the
-    tiles of each, and under remat."""
-    key = jr.key(7) if kind == "typed" else jr.PRNGKey(7)
-    q, k, v = (jr.normal(x, (5, 3, 4)) for x in jr.split(jr.key(1), 3))
-    numbers = jnp.arange(3 * 5 * 5)
-    kept = jax.jit(jax.vmap(lambda n: jr.bernoulli(jr.fold_in(key, n), 0.5)))(numbers)
-    kept = kept.reshape(3, 5, 5) | jnp.eye(5, dtype=bool)
-
+def dropout_by(key):
     def dropout(s, b, h, q_idx, kv_idx):
         own = jr.fold_in(key, (h * 5 + q_idx) * 5 + kv_idx)
         return jnp.where(jr.bernoulli(own, 0.5) | (q_idx == kv_idx), s, -jnp.inf)
+
+    return dropout
+
+
+def kept_by(key):
+    kept = jax.vmap(lambda n: jr.bernoulli(jr.fold_in(key, n), 0.5))(jnp.arange(3 * 5 * 5))
+    return kept.reshape(3, 5, 5) | jnp.eye(5, dtype=bool)
+
+
+def test_dropout_has_the_bits_of_jax_random():
+    """S20: of a typed key, of an old one, and of one among several."""
+
+    @jax.jit
+    def run(key):
+        x = jnp.zeros((1, 3, 5, 5))
+        indices = jnp.meshgrid(*map(jnp.arange, x.shape), indexing="ij")
+        return jnp.vectorize(evaluated(dropout_by(key)))(x, *indices)[0] == 0, kept_by(key)
+
+    for key in (jr.key(7), jr.PRNGKey(7)):
+        np.testing.assert_array_equal(*run(key))
+    one = jr.key(7)
+    several = jr.split(one, 2)
+    program, captured = traced(lambda s, b, *ijk: s + jr.uniform(several[b]))
+    at = {"score": jnp.float32(0), "b": 1, "h": 0, "q_idx": 0, "kv_idx": 0}
+    assert inline.evaluate(program, at, captured) == jr.uniform(several[1])
+
+
+def test_dropout_in_attention():
+    """S20: the same bits forward and backward, and under remat: as an explicit mask."""
+    key = jr.key(7)
+    q, k, v = (jr.normal(x, (5, 3, 4)) for x in jr.split(jr.key(1), 3))
+    kept = jax.jit(kept_by)(key)
+    assert 0.2 < float(kept.mean()) < 0.9
 
     def explicit(s, b, h, q_idx, kv_idx):
         return jnp.where(kept[h, q_idx, kv_idx], s, -jnp.inf)
@@ -859,12 +884,11 @@ def test_dropout_is_a_score_function(kind):
     got, again, want = (
         jax.jit(jax.value_and_grad(wrap(functools.partial(loss, fn)), (0, 1, 2)))(q, k, v)
         for wrap, fn in (
-            (lambda f: f, dropout),
-            (jax.checkpoint, dropout),
+            (lambda f: f, dropout_by(key)),
+            (jax.checkpoint, dropout_by(key)),
             (lambda f: f, explicit),
         )
     )
-    assert 0.2 < float(kept.mean()) < 0.9
     for found in (got, again):
         jax.tree.map(
             lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-7), found, want
