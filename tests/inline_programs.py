@@ -3,6 +3,7 @@
 A program is known by its seed: `random_code(7)` is the same anywhere.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def edge_values(dtype: Any, seed: int = 0, count: int = 0) -> np.ndarray:
         ends = [0, 1, 2, info.max, info.max - 1, info.min, info.min + 1, info.max // 2 + 1, 7]
         if info.min < 0:
             ends += [-1, -2, -7]
-        edges = np.array(ends).astype(dtype)
+        edges = np.array(ends, object).astype(dtype)
         return np.concatenate([edges, np.where(rng.random(count) < 0.6, small.astype(dtype), bits)])
     info = jnp.finfo(dtype)
     tiny, least = float(info.smallest_normal), float(info.smallest_subnormal)
@@ -82,6 +83,11 @@ def edge_values(dtype: Any, seed: int = 0, count: int = 0) -> np.ndarray:
     choice = rng.integers(0, 3, count)
     picked = np.where(choice == 0, drawn, np.where(choice == 1, small.astype(dtype), bits))
     return np.concatenate([edges, picked.astype(dtype)])
+
+
+@functools.cache
+def _edges(dtype: str, seed: int) -> np.ndarray:
+    return edge_values(dtype, seed, 24)
 
 
 def default_arguments(dtypes: Sequence[str] | None = None) -> tuple[Argument, ...]:
@@ -113,7 +119,7 @@ class _Generator:
         return of[int(self.rng.integers(len(of)))]
 
     def const(self, dtype: str) -> int:
-        value = self.pick(edge_values(dtype, int(self.rng.integers(1 << 30)), 24))
+        value = self.pick(_edges(dtype, int(self.rng.integers(8))))
         return self.add(self.build.const(value, dtype))
 
     def value(self, dtype: str) -> int:

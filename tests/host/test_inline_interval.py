@@ -2,13 +2,14 @@
 
 import functools
 
+import inline_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from inline_programs import edge_values, taken
 
-from eqxcute.inline import _table
+from eqxcute.inline import Equation, _table
 from eqxcute.inline._interval import Interval, ends_dtype, flushed
 
 INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
@@ -126,11 +127,33 @@ def _assert_inside(what, bound: Interval, seen) -> None:
     lo, hi = (np.asarray(x).astype(low.dtype) for x in bound[:2])
     out = ~none & ((low < lo) | (high > hi))
     shown = [
-        f"[{a}, {b}] has {c} to {d}" for a, b, c, d in zip(lo[out], hi[out], low[out], high[out])
+        f"[{a}, {b}] has {c} to {d}"
+        for a, b, c, d in zip(*(x[out] for x in (lo, hi, low, high)), strict=True)
     ]
     assert not shown, f"{what}: {shown[:4]}"
     assert not (nan & ~np.asarray(bound.nan)).any(), f"{what}: a NaN that was not foreseen"
     assert np.all(lo <= hi), f"{what}: an empty interval"
+
+
+def _assert_numpy(e: Equation, inputs, table: np.ndarray) -> None:
+    """That what longer programs are tested with computes as JAX does."""
+    dtypes = [x.dtype.name for x in inputs]
+    if any(x.dtype != ends_dtype(x.dtype) for x in inputs) or e.op in ("cbrt", "erf_inv"):
+        return
+    with np.errstate(all="ignore"):
+        found = inline_numpy.run(e, inputs, dtypes)
+    table = table.astype(ends_dtype(e.dtype))
+    if table.dtype != np.float32:
+        # XLA takes subnormals for 0, NumPy does not.
+        tiny = [(x != 0) & (np.abs(x) < 2.4e-38) for x in inputs if x.dtype == np.float32]
+        wrong = (found != table) & ~functools.reduce(np.logical_or, tiny, np.False_)
+        assert not wrong.any(), f"NumPy's {e.op} {e.dtype}: {[x[wrong][0] for x in inputs]}"
+        return
+    usual = [(x == 0) | (np.abs(x) > 2.4e-38) for x in inputs if x.dtype == np.float32]
+    usual = functools.reduce(np.logical_and, usual, ~np.isnan(table))
+    with np.errstate(all="ignore"):
+        near = (found == table) | (np.abs(found - table) <= 2e-5 * np.abs(table) + 2.4e-38)
+    assert np.all(near | ~usual), f"NumPy's {e.op}: {[x[usual & ~near][0] for x in inputs]}"
 
 
 def _check(dtype: str, arity: int, held: bool) -> None:
@@ -146,6 +169,9 @@ def _check(dtype: str, arity: int, held: bool) -> None:
             continue  # of the bits in memory
         out = _table.ROWS[name].dtype(*[dtype] * arity, **params)
         table = tables[repr((name, params))]
+        _assert_numpy(
+            Equation(name, jnp.dtype(out).name, (0,) * arity, tuple(params.items())), grids, table
+        )
         if params.get("new_dtype") in ("float16", "bfloat16") and not held:
             table = table.astype(np.float32)
         with np.errstate(all="ignore"):
