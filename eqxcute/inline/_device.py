@@ -274,9 +274,10 @@ def _divided(dtype: str, a: Value, b: Value) -> _Division:
 
 @_row("div")
 def _div(to, a, b):
+    """Fast: `div.full`, right to 2 units in the last place."""
     if _is_float(to.dtype):
         if to.fast and to.dtype != "float64":
-            return _ptx("div.full.f32 {$w0}, {$r0}, {$r1};", a.ir, b.ir)  # within 2 ulp
+            return llvm.call_intrinsic(a.ir.type, "llvm.nvvm.div.full", [a.ir, b.ir], [], [])
         return arith.divf(a.ir, b.ir)
     d = _divided(to.dtype, a, b)
     return d.q if d.by_zero is None else arith.select(d.by_zero, _like(d.q, -1), d.q)
@@ -415,12 +416,17 @@ def _is_within(by: Value) -> bool:
 
 
 def _shift(function, a: Value, by: Value):
-    """Zero for an amount that is not 0 to the width less one. In MLIR that would be undefined."""
+    """Zero for an amount that is not 0 to the width less one. In MLIR that would be undefined.
+
+    The compiler makes one instruction of it, whose amount has 32 bits: it forgets the upper half of longer amounts.
+    """
+    n, width, zero = by.ir, _bits(by.dtype), _like(a.ir, 0)
     if _is_within(by):
-        return function(a.ir, by.ir)
-    within = _icmp("ult", by.ir, _like(by.ir, _bits(by.dtype)))
-    zero = _like(a.ir, 0)
-    return arith.select(within, function(a.ir, arith.select(within, by.ir, zero)), zero)
+        return function(a.ir, n)
+    if width == 64:
+        n = arith.minui(n, _like(n, width))
+    within = _icmp("ult", n, _like(n, width))
+    return arith.select(within, function(a.ir, arith.select(within, n, zero)), zero)
 
 
 @_row("shift_left")
@@ -540,15 +546,6 @@ def _same(to, a):
 
 
 # ---------------------------------------------------------------- floats
-
-
-def _ptx(code: str, *args) -> Any:
-    """One float32 instruction."""
-    return cute.arch.inline_ptx(
-        code,
-        write_only_types=[cutlass.Float32],
-        read_only_args=[cutlass.Float32(a) for a in args],
-    ).ir_value()
 
 
 @_row("is_finite")

@@ -28,6 +28,7 @@ class Partial:
     """What is known of a code so far: the names that are bound, and each value emitted, by its number."""
 
     code: Code
+    start: object  # one for all that come from one `start`
     operands: tuple[Any, ...]
     fast: str | None
     bound: frozenset[str]
@@ -60,7 +61,9 @@ def start(
             f"start(operands=): got {len(operands)}, the code reads {len(code.operands)}."
         )
     coarsest = "bfloat16" if fast is True else fast or None
-    return bind(Partial(code, tuple(operands), coarsest, frozenset(), MappingProxyType({})))
+    return bind(
+        Partial(code, object(), tuple(operands), coarsest, frozenset(), MappingProxyType({}))
+    )
 
 
 def bind(partial: Partial, **arguments: Any) -> Partial:
@@ -79,21 +82,21 @@ def bind(partial: Partial, **arguments: Any) -> Partial:
     code = partial.code
     again = partial.bound.intersection(arguments)
     if again:
-        raise ValueError(f"bind({min(again)}=): it is bound already.")
+        raise ValueError(f"bind: `{min(again)}` is bound already.")
     bound = partial.bound.union(arguments)
     values = dict(partial.values)
     for n, needed in enumerate(_needed(code)):
         if needed and n not in values and code.dependences[n] <= bound:
             values[n] = _emitted(partial, n, values, arguments)
-    return Partial(code, partial.operands, partial.fast, bound, MappingProxyType(values))
+    return dataclasses.replace(partial, bound=bound, values=MappingProxyType(values))
 
 
 def join(a: Partial, b: Partial) -> Partial:
     """Both in one: a partial of rows and one of columns. Where both bound a name, they must have bound it together."""
-    if a.code is not b.code or a.operands is not b.operands:
+    if a.start is not b.start:
         raise ValueError("join: both must come from one `start`.")
     values = MappingProxyType({**a.values, **b.values})
-    return bind(Partial(a.code, a.operands, a.fast, a.bound | b.bound, values))
+    return bind(dataclasses.replace(a, bound=a.bound | b.bound, values=values))
 
 
 def results(partial: Partial) -> tuple[Any, ...]:

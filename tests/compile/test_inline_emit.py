@@ -1,15 +1,27 @@
 """Programs as device code: against JAX and float64 in the PTX interpreter, and as PTX for every architecture."""
 
+import dataclasses
+import re
+from typing import Any
+
 import inline_kernels
 import inline_programs
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("cutlass")
+cutlass = pytest.importorskip("cutlass")
 
-from inline_kernels import complaints, interpreted
+import cutlass.cute as cute  # noqa: E402
+from cutlass import Boolean  # noqa: E402
+from inline_kernels import complaints, interpreted  # noqa: E402
 
-from eqxcute.inline import Argument, _device, _table
+import eqxcute  # noqa: E402
+from eqxcute import InlineError, inline  # noqa: E402
+from eqxcute.inline import Argument, Code, Equation, _device, _emit, _table  # noqa: E402
+from eqxcute.inline._code import Builder, Operand  # noqa: E402
+from eqxcute.testing import compile_only, interpret  # noqa: E402
 
 INDICES = [Argument(name, "int32", 0) for name in ("b", "h", "q", "kv")]
 
@@ -21,16 +33,27 @@ def test_every_row_has_an_emitter():
     assert set(_device.EMIT) == set(_table.ROWS)
 
 
+def pairs(dtype):
+    pools = [inline_programs.edge_values(dtype, k, 9) for k in range(2)]
+    return (grid.reshape(-1) for grid in np.meshgrid(*pools, indexing="ij"))
+
+
 @pytest.mark.parametrize("dtype", inline_programs.all_dtypes())
 def test_every_row_on_edges(dtype):
     codes = inline_kernels.row_codes(dtype, inline_programs.all_dtypes())
-    pools = [inline_programs.edge_values(dtype, k, 9) for k in range(2)]
-    a, b = (grid.reshape(-1) for grid in np.meshgrid(*pools, indexing="ij"))
+    a, b = pairs(dtype)
     rng = np.random.default_rng(0)
     arguments = {"p": rng.random(len(a)) < 0.5, "a": a, "b": b, "c": rng.permutation(b)}
     got = interpreted(codes, arguments)
     assert complaints(codes, (), got, {}) == []
 
+
+# Of which float64 has no functions in the interpreter.
+PLAIN = [n for n, row in _table.ROWS.items() if row.takes != "float"] + [
+    "floor",
+    "ceil",
+    "is_finite",
+]
 
 FUNCTIONS = [n for n, row in _table.ROWS.items() if row.takes == "float" and row.gives is None]
 
@@ -48,8 +71,276 @@ def test_functions_on_numbers_of_every_size():
 
 @pytest.mark.parametrize("first", range(0, 300, 25))
 def test_random_programs(first):
-    codes = [inline_programs.random_code(s, equations=(6, 14)) for s in range(first, first + 25)]
+    codes = [inline_programs.random_code(s, equations=(5, 11)) for s in range(first, first + 25)]
     arguments = inline_programs.random_arguments(codes[0], first, 64)
     operands = inline_programs.random_operands(codes[0], first)
     found = complaints(codes, operands, interpreted(codes, arguments, operands), {})
     assert found == [], f"seeds from {first}"
+
+
+def test_wide_numbers_where_jax_has_them():
+    with jax.enable_x64(True):
+        for dtype in ("int64", "uint64", "float64"):
+            codes = inline_kernels.row_codes(dtype, inline_programs.all_dtypes())
+            plain = [c for c in codes if c.equations[-1].op in PLAIN]
+            a, b = pairs(dtype)
+            got = interpreted(plain, {"p": a > b, "a": a, "b": b, "c": b[::-1]})
+            assert complaints(plain, (), got, {}) == []
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def reader(rank: int, dtype: str = "int32"):
+    """Code that reads a captured array at `i`, `j`, `k`, as they are."""
+    arguments = [Argument(name, "int32") for name in "ijk"[:rank]]
+    build = Builder(arguments)
+    build.operands.append(Operand(dtype, rank))
+    build.read(0, [build.argument(a) for a in arguments])
+    n = len(build.equations) - 1
+    return Code(tuple(arguments), tuple(build.operands), tuple(build.equations), (n,))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 3)])
+@pytest.mark.parametrize("dtype", ["int32", "bool", "bfloat16", "uint8"])
+def test_indices_are_clamped(shape, dtype):
+    """An access outside of its array would be a fault in the interpreter."""
+    array = (
+        np.arange(np.prod(shape, dtype=int)) % 2
+        if dtype == "bool"
+        else np.arange(np.prod(shape, dtype=int))
+    )
+    array = array.reshape(shape).astype(jnp.dtype(dtype))
+    index = np.array([0, 1, 2, 3, 4, 5, -1, -7, 2**31 - 1, -(2**31)], np.int32)
+    grids = [g.reshape(-1) for g in np.meshgrid(*[index] * len(shape), indexing="ij")] or [index]
+    arguments = dict(zip("ijk", grids, strict=False))
+    code = reader(len(shape), dtype)
+    (got,) = interpreted(
+        [code], {name: arguments[name] for name in "ijk"[: len(shape)]} or {"": index}, (array,)
+    )
+    want = array[tuple(np.clip(g, 0, n - 1) for g, n in zip(grids, shape, strict=False))]
+    np.testing.assert_array_equal(
+        got[-1], np.broadcast_to(want, got[-1].shape).astype(got[-1].dtype)
+    )
+
+
+class Mask(eqxcute.Kernel):
+    """Whether row `q` sees any of the columns: a mask bound to its row outside of the loop, to columns inside."""
+
+    signature = "n, {} -> n"
+    code: inline.Code = eqxcute.static()
+
+    def out_dtypes(self, columns, operands):
+        return jnp.bool_
+
+    @cute.jit
+    def launch(self, stream, columns, operands, out):
+        self.kernel(columns, operands, out).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, columns, operands, out):
+        q = cute.arch.thread_idx()[0]
+        row = _emit.bind(_emit.start(self.code, operands), b=0, h=0, q=q)
+        seen = Boolean(False)
+        for kv in cutlass.range(columns.shape[0], unroll=1):
+            (keep,) = _emit.results(_emit.bind(row, kv=kv))
+            seen = seen | keep
+        out[q] = seen
+
+
+def mask_ptx(function, architecture="sm_90a") -> tuple[str, str]:
+    """The instructions before the loop over columns, and those in it."""
+    program, captured = inline.trace(function, INDICES)
+    kernel = Mask(program.code)
+    ptx = compile_only(
+        kernel, jnp.zeros(32, jnp.int32), program.prepare(captured), architecture=architecture
+    ).ptx
+    body = re.sub(r"(?m)^\s*(\.loc|//).*$", "", ptx[ptx.index("{", ptx.index(".visible .entry")) :])
+    head, rest = re.split(r"\$L__BB\d+_\d+:", body, maxsplit=1)
+    return head, rest[: rest.index("bra")]
+
+
+DOC = jnp.arange(100) // 7
+
+
+def test_rows_are_read_outside_of_the_loop():
+    head, loop = mask_ptx(lambda b, h, q, kv: (q >= kv) & (DOC[q] == DOC[kv]))
+    assert head.count("ld.global") == loop.count("ld.global") == 1
+    # Indices start at 0 and are captured as they are: one clamp each is left, the upper one.
+    assert head.count("min.s32") == loop.count("min.s32") == 1
+    assert "max.s32" not in head + loop
+
+
+@pytest.mark.parametrize(
+    ("function", "without"),
+    [
+        (lambda b, h, q, kv: q // 128 == kv // 128, ("div", "rem", "mul.hi", "selp")),
+        (lambda b, h, q, kv: (q - kv) % 4 == 0, ("div", "rem", "mul", "selp")),
+        (lambda b, h, q, kv: q % 3 == kv % 3, ("div", "rem", "selp")),
+        (lambda b, h, q, kv: abs(q - kv) <= 128, ("div", "selp", "ld.global")),
+        (lambda b, h, q, kv: (q << 3) > (kv >> 1), ("selp", "setp.lt.u32", "min")),
+    ],
+    ids=["// 128", "% 4", "% 3", "window", "shifts"],
+)
+def test_constants_give_short_code(function, without):
+    for part in mask_ptx(function):
+        assert [name for name in without if name in part.replace("_selp", "")] == []
+
+
+def test_a_mask_in_a_loop():
+    program, captured = inline.trace(
+        lambda b, h, q, kv: (q >= kv) & (DOC[q] == DOC[kv]) & (kv % 5 == 2), INDICES
+    )
+    got = interpret(Mask(program.code), jnp.zeros(32, jnp.int32), program.prepare(captured))
+    q, kv = np.arange(32)[:, None], np.arange(32)
+    want = (q >= kv) & (np.asarray(DOC)[q] == np.asarray(DOC)[kv]) & (kv % 5 == 2)
+    np.testing.assert_array_equal(got, want.any(1))
+
+
+# ---------------------------------------------------------------- binding
+
+
+class Bound(eqxcute.Kernel):
+    """The first result of `steps(code, operands, i)` for eight indices."""
+
+    signature = "n, {} -> n"
+    code: inline.Code = eqxcute.static()
+    steps: Any = eqxcute.static()
+
+    def out_dtypes(self, index, operands):
+        return self.code.equations[self.code.results[0]].dtype
+
+    @cute.jit
+    def launch(self, stream, index, operands, out):
+        self.kernel(index, operands, out).launch(grid=[1, 1, 1], block=[8, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, index, operands, out):
+        i = index[cute.arch.thread_idx()[0]]
+        out[i] = _emit.results(self.steps(self.code, operands, i))[0]
+
+
+def run_bound(function, steps, arguments=INDICES):
+    program, captured = inline.trace(function, arguments)
+    return interpret(
+        Bound(program.code, steps), jnp.arange(8, dtype=jnp.int32), program.prepare(captured)
+    )
+
+
+def test_each_part_is_emitted_once(monkeypatch):
+    """Rows first, columns apart, then both: no equation twice."""
+    emitted = []
+    plain = _emit._emitted
+
+    def noted(partial, n, values, arguments):
+        emitted.append(n)
+        return plain(partial, n, values, arguments)
+
+    monkeypatch.setattr(_emit, "_emitted", noted)
+
+    def steps(code, operands, i):
+        begun = _emit.start(code, operands)
+        rows, columns = _emit.bind(begun, q=i), _emit.bind(begun, kv=7 - i)
+        counts.append(len(emitted))
+        return _emit.join(_emit.bind(rows, b=0), _emit.bind(columns, h=1))
+
+    counts = []
+    got = run_bound(lambda b, h, q, kv: DOC[q] * 10 + DOC[kv] + b + h, steps)
+    q = np.arange(8)
+    np.testing.assert_array_equal(got, np.asarray(DOC)[q] * 10 + np.asarray(DOC)[7 - q] + 1)
+    assert sorted(emitted) == sorted(set(emitted))
+    assert counts[0] < len(emitted)
+
+
+def test_what_no_result_needs_is_not_emitted(monkeypatch):
+    names = []
+    plain = _emit._emitted
+    monkeypatch.setattr(
+        _emit,
+        "_emitted",
+        lambda p, n, v, a: (names.append(p.code.equations[n].op), plain(p, n, v, a))[1],
+    )
+    program, _ = inline.trace(lambda q: (jnp.sin(q.astype(jnp.float32)), q + 1), {"q": "int32"})
+    code = dataclasses.replace(program.code, results=program.code.results[1:])
+    got = interpret(
+        Bound(code, lambda c, o, i: _emit.bind(_emit.start(c, o), q=i)),
+        jnp.arange(8, dtype=jnp.int32),
+        [],
+    )
+    np.testing.assert_array_equal(got, np.arange(1, 9))
+    assert "sin" not in names
+
+
+def test_sixteen_bits_are_rounded_at_results_alone():
+    """(x + 2^-10) - x in bfloat16 would be 0 if the sum were rounded."""
+
+    def steps(code, operands, i):
+        return _emit.bind(_emit.start(code, operands), x=cutlass.Float32(1.0))
+
+    got = run_bound(lambda x: (x + jnp.bfloat16(2.0**-10)) - x, steps, {"x": "bfloat16"})
+    assert got.dtype == jnp.bfloat16
+    assert (got == 2.0**-10).all()
+
+
+def test_messages():
+    code, operands = reader(1), (object(),)
+    with pytest.raises(ValueError, match="got 0, the code reads 1"):
+        _emit.start(code, ())
+    begun = _emit.start(code, operands)
+    with pytest.raises(ValueError, match="i must be bound first"):
+        _emit.results(begun)
+    with pytest.raises(ValueError, match="one `start`"):
+        _emit.join(begun, _emit.start(code, operands[:]))
+    with pytest.raises(ValueError, match="`i`"):
+        _emit.bind(dataclasses.replace(begun, bound=frozenset("i")), i=3)
+    sorts = Equation("opaque", "int32", (), (("why", "it sorts"),))
+    with pytest.raises(InlineError, match="it sorts"):
+        _emit.start(dataclasses.replace(code, equations=(*code.equations, sorts)), operands)
+
+
+# ---------------------------------------------------------------- instructions
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_every_architecture(architecture):
+    codes = inline_kernels.row_codes("float32", inline_programs.all_dtypes())
+    a = np.ones(1, np.float32)
+    arguments = {"p": a > 0, "a": a, "b": a, "c": a}
+    kernel = inline_kernels.kernel_of(codes, base=inline_kernels.Quickly)
+    built = compile_only(kernel, np.zeros(1, np.int32), arguments, (), architecture=architecture)
+    assert f".target {architecture}" in built.ptx
+
+
+FAST = {
+    ("tanh", "bfloat16"): ["tanh.approx.f32"],
+    ("exp", "float16"): ["mul.f32", "ex2.approx.ftz.f32"],
+    ("exp2", "float16"): ["ex2.approx.ftz.f32"],
+    ("rsqrt", "float16"): ["rsqrt.approx.ftz.f32"],
+    ("logistic", "float16"): ["mul.f32", "ex2.approx.ftz.f32", "add.f32", "rcp.approx.ftz.f32"],
+    ("div", "float16"): ["div.full.f32"],
+}
+
+
+@pytest.mark.parametrize(("name", "fast"), FAST)
+def test_fast_forms(name, fast):
+    code = inline_kernels.row_code(name, "float32")
+    a = inline_kernels.wide_floats(5000)
+    arguments = {"p": a > 0, "a": a, "b": a[::-1], "c": a}
+    kernel = inline_kernels.kernel_of([code], fast)
+    ptx = compile_only(kernel, np.zeros(1, np.int32), arguments, ()).ptx
+    assert re.findall(r"(?m)^\s*([a-z0-9.]+\.f32)\b", ptx) == FAST[name, fast]
+    (got,) = interpreted([code], arguments, fast=fast)
+    want = inline_kernels.oracle(
+        code, len(code.equations) - 1, [got[n] for n in code.equations[-1].inputs]
+    )
+    normal = (np.abs(want) > 1e-37) & (np.abs(want) < 1e37) & (np.abs(a) > 1e-37)
+    assert (np.abs(got[-1][normal] - want[normal]) <= 2.0**-17 * np.abs(want[normal])).all()
+
+
+def test_half_precision_has_no_fast_tanh():
+    """11 bits are too few for it."""
+    code = inline_kernels.row_code("tanh", "float32")
+    a = np.ones(1, np.float32)
+    kernel = inline_kernels.kernel_of([code], "float16")
+    ptx = compile_only(kernel, np.zeros(1, np.int32), {"p": a > 0, "a": a, "b": a, "c": a}, ()).ptx
+    assert "tanh.approx" not in ptx
