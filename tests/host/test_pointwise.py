@@ -44,6 +44,12 @@ def total(function):
     return summed
 
 
+def gradient(function, *args, argnums=None):
+    """Of the sine of all results, compiled whole."""
+    argnums = tuple(range(len(args))) if argnums is None else argnums
+    return jax.jit(jax.grad(total(function), argnums))(*args)
+
+
 def calls(function, *args):
     """How many kernels a function calls."""
     return str(jax.make_jaxpr(function)(*args)).count("eqxcute_kernel[")
@@ -102,12 +108,19 @@ def test_broadcasting(shapes, roles, spread):
     def function(*scalars):
         return sum(i * jnp.cos(x) for i, x in enumerate(scalars, 1))
 
-    want = np.asarray(sum(i * jnp.cos(x) for i, x in enumerate(arrays, 1)))
-    for implementation in (None, "xla"):
-        got = eqxcute.pointwise(function, implementation=implementation)(*arrays)
-        assert_close(got, want)
-    gradient = jax.grad(total(eqxcute.pointwise(function)), range(len(arrays)))
-    assert_close(gradient(*arrays), jax.grad(total(function), range(len(arrays)))(*arrays), 1e-5)
+    want = sum(i * np.cos(x) for i, x in enumerate(arrays, 1))
+    run = eqxcute.pointwise(function)
+    assert_close(jax.jit(eqxcute.pointwise(function, implementation="xla"))(*arrays), want)
+    value, gradients = jax.jit(
+        lambda *some: (run(*some), jax.grad(total(run), range(len(some)))(*some))
+    )(*arrays)
+    assert_close(value, want)
+    ct = jnp.cos(jnp.asarray(want))
+    for i, (x, g) in enumerate(zip(arrays, gradients, strict=True), 1):
+        lost = tuple(range(want.ndim - x.ndim))
+        kept = np.sum(-i * ct * np.sin(x), axis=lost)
+        axes = tuple(d for d in range(x.ndim) if x.shape[d] == 1)
+        assert_close(g, np.sum(kept, axis=axes, keepdims=True), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -116,7 +129,7 @@ def test_dtypes_are_those_of_jax(dtype, row):
     args = normal(0, 3, 5, dtype=dtype), normal(1, 3, 5, dtype=dtype), normal(2, 5, dtype=row)
     got = eqxcute.pointwise(gated)(*args)
     assert got.dtype == jnp.result_type(dtype, row)
-    gradients = jax.grad(total(eqxcute.pointwise(gated)), (0, 1, 2))(*args)
+    gradients = gradient(eqxcute.pointwise(gated), *args)
     assert [g.dtype for g in gradients] == [x.dtype for x in args]
 
 
@@ -176,10 +189,11 @@ def test_a_module_trains():
     def plain(module):
         return lambda x, i: module(x, jnp.broadcast_to(i, x.shape))
 
-    got = eqx.filter_grad(loss(eqxcute.pointwise))(module, x)
-    want = jax.grad(loss(plain))(module, x)
+    got = eqx.filter_jit(eqx.filter_grad(loss(eqxcute.pointwise)))(module, x)
+    want = jax.jit(jax.grad(loss(plain)))(module, x)
     assert_close(got, want, 1e-5)
-    trained = eqx.filter_grad(lambda p: total(lambda x: p(x, i))(x))(eqxcute.pointwise(module))
+    trained = eqx.filter_grad(lambda p: total(lambda x: p(x, i))(x))
+    trained = eqx.filter_jit(trained)(eqxcute.pointwise(module))
     assert_close(trained.fn, want, 1e-5)
 
 
@@ -192,7 +206,9 @@ def test_gradients_of_a_16_bit_scalar_and_table_are_summed_in_float32():
         y = eqxcute.pointwise(lambda x, row, i: x * row * slope * table[i])(x, row, i)
         return jnp.sum(y.astype(jnp.float32))
 
-    slopes, tables, rows = jax.grad(loss, (0, 1, 2))(slope, table, jnp.ones(64, jnp.bfloat16))
+    slopes, tables, rows = jax.jit(jax.grad(loss, (0, 1, 2)))(
+        slope, table, jnp.ones(64, jnp.bfloat16)
+    )
     assert slopes == 4096
     np.testing.assert_array_equal(np.asarray(tables, np.float32), [4096, 0])
     np.testing.assert_array_equal(np.asarray(rows, np.float32), 64)
@@ -204,7 +220,7 @@ def test_captured_scalars_may_be_mapped_in_one_kernel():
     def one(slope, x):
         return eqxcute.pointwise(lambda x: jnp.where(x > 0, x, slope * x))(x)
 
-    assert_close(jax.vmap(one)(slopes, x), jnp.where(x > 0, x, slopes[:, None, None] * x))
+    assert_close(jax.jit(jax.vmap(one))(slopes, x), jnp.where(x > 0, x, slopes[:, None, None] * x))
     assert calls(jax.vmap(one), slopes, x) == 1
 
 
@@ -219,10 +235,9 @@ def test_a_mapped_table_is_right():
 
 def test_gradients_against_float64():
     args = normal(0, 5, 7), normal(1, 5, 7), normal(2, 7)
-    got = jax.grad(total(eqxcute.pointwise(gated)), (0, 1, 2))(*args)
+    got = gradient(eqxcute.pointwise(gated), *args)
     with jax.enable_x64(True):
-        wide = [x.astype(jnp.float64) for x in args]
-        want = jax.grad(total(gated), (0, 1, 2))(*wide)
+        want = gradient(gated, *[np.asarray(x, np.float64) for x in args])
     assert_close(got, want, 2e-6)
 
 
@@ -251,15 +266,21 @@ def test_a_derivative_that_needs_nothing_keeps_nothing():
 )
 def test_derivatives_of_all_modes_and_second_order(derivative):
     x, y, bias = normal(0, 2, 3), normal(1, 2, 3), normal(2, 3)
-    got = derivative(lambda b: total(eqxcute.pointwise(gated))(x, y, b))(bias)
-    assert_close(got, derivative(lambda b: total(gated)(x, y, b))(bias), 2e-5)
+    got, want = (
+        jax.jit(derivative(lambda b, f=f: total(f)(x, y, b)))(bias)
+        for f in (eqxcute.pointwise(gated), gated)
+    )
+    assert_close(got, want, 2e-5)
 
 
 def test_forward_mode():
     args = normal(0, 5, 7), normal(1, 5, 7), normal(2, 7)
     tangents = tuple(normal(i + 3, *x.shape) for i, x in enumerate(args))
-    got = jax.jvp(eqxcute.pointwise(gated), args, tangents)
-    assert_close(got, jax.jvp(gated, args, tangents), 1e-5)
+    got, want = (
+        jax.jit(lambda *a, f=f: jax.jvp(f, *a))(args, tangents)
+        for f in (eqxcute.pointwise(gated), gated)
+    )
+    assert_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("kind", [0.0, -0.0, np.nan, np.inf, 1.0])
@@ -347,11 +368,10 @@ def test_vmap_is_one_kernel(in_axes, shapes, why):
     def plain(x, y, bias):
         return gated(*jnp.broadcast_arrays(x, y, bias))
 
-    got = jax.vmap(eqxcute.pointwise(gated), in_axes)(*args)
-    assert_close(got, jax.vmap(plain, in_axes)(*args))
-    assert calls(jax.vmap(eqxcute.pointwise(gated), in_axes), *args) == 1
-    gradient = jax.grad(total(jax.vmap(eqxcute.pointwise(gated), in_axes)), (0, 1, 2))
-    assert_close(gradient(*args), jax.grad(total(jax.vmap(plain, in_axes)), (0, 1, 2))(*args), 1e-5)
+    run = jax.vmap(eqxcute.pointwise(gated), in_axes)
+    assert_close(jax.jit(run)(*args), jax.jit(jax.vmap(plain, in_axes))(*args))
+    assert calls(run, *args) == 1
+    assert_close(gradient(run, *args), gradient(jax.vmap(plain, in_axes), *args), 1e-5)
 
 
 def test_nested_vmap_and_gradients_for_each_example():
@@ -360,9 +380,11 @@ def test_nested_vmap_and_gradients_for_each_example():
     twice = jax.vmap(jax.vmap(run, (0, None)), (0, None))
     assert_close(twice(x, bias), jnp.tanh(x + bias))
     assert calls(twice, x, bias) == 1
-    got = jax.vmap(jax.grad(total(run), 1), (0, None))(x, bias)
-    plain = jax.vmap(jax.grad(total(lambda x, b: jnp.tanh(x + b)), 1), (0, None))(x, bias)
-    assert_close(got, plain, 1e-5)
+    got, want = (
+        jax.jit(jax.vmap(jax.grad(total(f), 1), (0, None)))(x, bias)
+        for f in (run, lambda x, b: jnp.tanh(x + b))
+    )
+    assert_close(got, want, 1e-5)
 
 
 # Which implementation, and what is said.
