@@ -103,6 +103,22 @@ def test_carries():
     assert per_thread(code, "u8", a, b).tolist() == want
 
 
+def test_products_of_several_words():
+    """(64 bits) times (32 bits) plus 64 bits, in three words, of which a kernel keeps two."""
+    rng = np.random.default_rng(1)
+    a, c = rng.integers(0, 2**64, (2, 64), dtype="u8")
+    b = rng.integers(0, 2**32, 64, dtype="u4")
+    a[:2], c[:2], b[:2] = 2**64 - 1, 2**64 - 1, 2**32 - 1
+    code = """mov.b64 {%r0, %r1}, %a0; mov.b64 {%r2, %r3}, %a2;
+        mad.lo.cc.u32 %r4, %r0, %a1, %r2; madc.hi.u32 %r5, %r0, %a1, 0;
+        mad.lo.cc.u32 %r6, %r1, %a1, %r5; madc.hi.cc.u32 %r7, %r1, %a1, 0;
+        add.cc.u32 %r6, %r6, %r3; addc.u32 %r7, %r7, 0;"""
+    want = [int(x) * int(y) + int(z) for x, y, z in zip(a, b, c, strict=True)]
+    got = per_thread(code + "mov.b64 %d, {%r4, %r6};", "u8", a, b, c)
+    assert got.tolist() == [w % 2**64 for w in want]
+    assert per_thread(code + "mov.b32 %d, %r7;", "u4", a, b, c).tolist() == [w >> 64 for w in want]
+
+
 @pytest.mark.parametrize("name", ["b16", "b32", "b64"])
 def test_logic(name):
     a, b = pairs(name)
