@@ -192,3 +192,144 @@ def test_no_integer_escapes(dtype, arity):
 @pytest.mark.parametrize("held", [False, True])
 def test_no_float_escapes(dtype, arity, held):
     _check(dtype, arity, held)
+
+
+def test_clamp_lies_in_its_interval():
+    values = np.arange(-6, 7).astype(np.int8)
+    first, last = np.triu_indices(len(values))
+    grids = np.meshgrid(*[values] * 3, indexing="ij")
+    table = np.minimum(np.maximum(grids[1], grids[0]), grids[2])
+    intervals = _intervals("int8", values, (first, last), 3)
+    bound = _table.ROWS["clamp"].bound(np, np.dtype(np.int8), *intervals)
+    low, high, _ = _seen(table, [(first, last)] * 3)
+    np.testing.assert_array_equal(bound.lo, low)
+    np.testing.assert_array_equal(bound.hi, high)
+
+
+@pytest.mark.parametrize("which", ["bool", "int32"])
+def test_a_selection_is_of_what_can_be_chosen(which):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        count = 2 if which == "bool" else int(rng.integers(2, 5))
+        cases = [np.sort(rng.integers(-9, 9, 2)).astype(np.int16) for _ in range(count)]
+        first, last = (
+            np.sort(rng.integers(0, count, 2))
+            if which == "bool"
+            else np.sort(rng.integers(-1, 6, 2))
+        )
+        chosen = Interval(*(np.array(n, which) for n in (first, last)), np.False_)
+        bound = _table.ROWS["select_n"].bound(
+            np, np.dtype(np.int16), chosen, *(Interval(*c, np.False_) for c in cases)
+        )
+        picked = cases[min(max(int(first), 0), count - 1) : min(max(int(last), 0), count - 1) + 1]
+        assert (bound.lo, bound.hi) == (min(c[0] for c in picked), max(c[1] for c in picked))
+
+
+@pytest.mark.parametrize("nan", [True, False])
+def test_a_selection_is_nan_only_if_the_chosen_case_is(nan):
+    cases = [Interval(np.float32(0), np.float32(1), np.bool_(n)) for n in (nan, not nan)]
+    which = Interval(np.False_, np.False_, np.False_)
+    bound = _table.ROWS["select_n"].bound(np, np.dtype(np.float32), which, *cases)
+    assert bool(bound.nan) is nan
+
+
+EXACT = (
+    "add",
+    "sub",
+    "mul",
+    "max",
+    "min",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "neg",
+    "abs",
+    "not",
+    "sign",
+)
+BY_CONSTANT = ("floor_divide", "div", "shift_right_arithmetic", "shift_right_logical")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("name", [*EXACT, *BY_CONSTANT, "remainder", "rem", "and", "or", "wrap"])
+def test_what_masks_are_made_of_is_exact(name, dtype):
+    """Loose is allowed, but not here: on these tiles depend. Where nothing wraps around, the ends are attained."""
+    row = _table.ROWS[name]
+    if dtype not in taken(row.takes, [dtype]) or (dtype == "uint8" and name in ("neg", "not")):
+        return  # these always wrap around
+    arity, out = row.arity, row.dtype(dtype)
+    values = _values(dtype, arity)
+    near = values[(values.astype(int) >= -40) & (values.astype(int) < 41)]
+    first, last = _spans(dtype, near)
+    second = near[(near > 0) & (near < 8)] if name not in (*EXACT, "wrap") else near
+    points = np.arange(len(second))
+    spans = [(first, last), (first, last) if name in EXACT else (points, points)][:arity]
+    inputs = np.meshgrid(near, second, indexing="ij")[:arity] if arity == 2 else [near]
+    table = inline_numpy.run(Equation(name, out.name, (0,) * arity), inputs, [dtype] * arity)
+    with np.errstate(all="ignore"):
+        exact = inline_numpy.ROWS[name](*(x.astype(np.int64) for x in inputs))
+    intervals = []
+    for axis, (s, of) in enumerate(zip(spans, [near, second], strict=False)):
+        ends = (of[end].reshape([-1 if d == axis else 1 for d in range(arity)]) for end in s)
+        intervals.append(Interval(*ends, np.False_))
+    with np.errstate(all="ignore"):
+        bound = row.bound(np, out, *intervals)
+    low, high, _ = _seen(table, spans)
+    wraps = _seen((table != exact).astype(np.int8), spans)[1].astype(bool)
+    fits = ~wraps & np.ones(np.broadcast_shapes(*(i.lo.shape for i in intervals)), bool)
+    if name in ("remainder", "rem", "and", "or"):
+        # Exact within one multiple of the divisor; of bits, within one run of the lowest ones.
+        a, b = intervals
+        step = b.lo + 1 if name in ("and", "or") else b.lo
+        fits &= (a.lo // step == a.hi // step) & ((name != "rem") | (a.lo >= 0))
+        fits &= (name not in ("and", "or")) | ((b.lo & (b.lo + 1)) == 0)
+    if name == "wrap":
+        a, b = intervals
+        fits &= ((a.hi < 0) | (a.lo >= 0)) & (b.lo > 0)
+    assert fits.mean() > 0.02
+    lo, hi = (np.broadcast_to(x, fits.shape).astype(low.dtype) for x in bound[:2])
+    wrong = fits & ((lo != low) | (hi != high))
+    shown = [
+        f"[{a}, {b}] is [{c}, {d}]"
+        for a, b, c, d in zip(*(x[wrong] for x in (lo, hi, low, high)), strict=True)
+    ]
+    assert not shown, shown[:5]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32", "uint32", "float32"])
+def test_rules_are_the_same_as_xla_operations(dtype):
+    """Inside a program the same rules run in XLA."""
+    for arity in (1, 2):
+        values = _values(dtype, 2)
+        first, last = (s[::7] for s in _spans(dtype, values))
+        rows = [r for r in _rows(dtype, arity)]
+        intervals = _intervals(dtype, values, (first, last), arity)
+
+        def bounds(xp, *intervals, rows=rows, arity=arity):
+            results = []
+            for name, params in rows:
+                row = _table.ROWS[name]
+                bound = row.bound(xp, row.dtype(*[dtype] * arity, **params), *intervals, **params)
+                results.append(bound)
+            return results
+
+        with np.errstate(all="ignore"):
+            known = bounds(np, *intervals)
+        traced = jax.jit(functools.partial(bounds, jnp))(
+            *(Interval(*map(jnp.asarray, i)) for i in intervals)
+        )
+        for (name, params), a, b in zip(rows, known, traced, strict=True):
+            for x, y in zip(a, b, strict=True):
+                if np.asarray(x).dtype == np.float32:
+                    near = np.isclose(x, y, rtol=1e-4, atol=1e-37)
+                    assert near.all(), (
+                        f"{name} {params}: {np.broadcast_to(x, near.shape)[~near][:3]}"
+                    )
+                elif name not in ("mul", "shift_left", "integer_pow", "square"):
+                    np.testing.assert_array_equal(*np.broadcast_arrays(x, y), f"{name} {params}")
+            # Products near the dtype's ends may be everything in XLA, where there are no wider integers.
+            if np.asarray(a.lo).dtype != np.float32:
+                assert np.all((b.lo <= a.lo) & (b.hi >= a.hi)), f"{name} {params}"
