@@ -31,11 +31,16 @@ def _broadcast_in_dim(params, x, *_):
     return np.broadcast_to(x.reshape(shape), params["shape"])
 
 
+def _reshape(params, x):
+    order = params.get("dimensions")
+    return (x if order is None else np.transpose(x, order)).reshape(params["new_sizes"])
+
+
 MOVES: dict[str, Callable[..., np.ndarray]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
     "expand_dims": lambda p, x: np.expand_dims(x, p["dimensions"]),
-    "reshape": lambda p, x: x.reshape(p["new_sizes"]),
+    "reshape": _reshape,
     "rev": lambda p, x: np.flip(x, p["dimensions"]),
     "slice": _slice,
     "stack": lambda p, *xs: np.stack(xs, p["axis"]),
@@ -171,6 +176,7 @@ def dot_general(walk: Any, eqn: Any, values: Sequence[Value]) -> list[Value]:
         )
     left, right = (walk.scalars(v).numbers for v in values)
     wide, zero = jnp.dtype(aval.dtype).name, build.const(0, aval.dtype)
+    times, plus = ("and", "or") if wide == "bool" else ("mul", "add")
 
     def arranged(x, batch, contracted):
         free = [d for d in range(x.ndim) if d not in batch and d not in contracted]
@@ -179,11 +185,11 @@ def dot_general(walk: Any, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
     def product(x, y):
         x, y = (build.op("convert_element_type", int(n), new_dtype=wide) for n in (x, y))
-        return build.op("mul", x, y)
+        return build.op(times, x, y)
 
     def dot(x, y):
         parts = [product(m, n) for m, n in zip(x, y, strict=True)]
-        return functools.reduce(functools.partial(build.op, "add"), parts) if parts else zero
+        return functools.reduce(functools.partial(build.op, plus), parts) if parts else zero
 
     pairs = zip(arranged(left, lb, lc), arranged(right, rb, rc), strict=True)
     results = [dot(x, y) for one, other in pairs for x in one for y in other]
