@@ -301,7 +301,7 @@ def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 def allowed(op: str) -> float:
     """Units in the last place of float32 by which a row may be off."""
-    return {"erfc": 4.0, "tan": 3.0}.get(op, 2.0)
+    return 3.0 if op == "tan" else 2.0
 
 
 def complaints(
