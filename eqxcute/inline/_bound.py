@@ -402,7 +402,7 @@ def _edges(x: Any, dim: int, before: int, after: int) -> Any:
 def _blocks(ends: _Ends, dim: int, tile: int, length: int) -> tuple[_Ends, int]:
     """The least and largest element of each aligned block along `dim`, and how many blocks there are of `length` indices.
 
-    Where the array is shorter than that, one more block has its last element: what indices past the end read.
+    If blocks of indices lie past the array's end, one more block has its last element, which is what they read.
     """
     size = ends.small.shape[dim]
     held = min(size, length)
@@ -417,7 +417,7 @@ def _blocks(ends: _Ends, dim: int, tile: int, length: int) -> tuple[_Ends, int]:
             x = x.reshape(*x.shape[:dim], count, tile, *x.shape[dim + 1 :])
             x = _reduce(x, op, dim + 1)
             x = x.reshape(*x.shape[: dim + 1], *x.shape[dim + 2 :])
-        if size >= length:
+        if -(-length // tile) == count:
             return x
         return (np if isinstance(x, np.ndarray) else jnp).concatenate([x, last], dim)
 
