@@ -73,7 +73,7 @@ def test_random_programs(first):
 def test_wide_numbers_where_jax_has_them():
     with jax.enable_x64(True):
         for dtype in ("int64", "uint64", "float64"):
-            codes = inline_kernels.row_codes(dtype, inline_programs.all_dtypes())
+            codes = inline_kernels.row_codes(dtype, ("bool", "int32", "uint32", "float32", dtype))
             plain = [c for c in codes if c.equations[-1].op in PLAIN]
             a, b = pairs(dtype)
             got = interpreted(plain, {"p": a > b, "a": a, "b": b, "c": b[::-1]})
