@@ -128,7 +128,7 @@ def _checked(where: str, fn: Callable, arrays: Sequence[Any]) -> list[jax.Array]
                 f"{where}: `{name}` must be an array, got {type(x).__name__}. A number that stays the same stands in the "
                 "function itself, `lambda x: fn(x, 2.0)`; one that changes is an array, `jnp.asarray(2.0, x.dtype)`."
             )
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise DtypeError(
                 f"{where}: `{name}` is {x.dtype}, and a pointwise function takes numbers. Keys are captured by the function."
             )
@@ -161,7 +161,7 @@ def _missing(program: Program, captured: Sequence[Any], shapes: Layout) -> str |
             return f"it computes in {e.dtype}, and the kernel takes {', '.join(sorted(DTYPES))}"
     for region in program.regions:
         for v in region.inputs:
-            if isinstance(v, Outer) and jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended):
+            if isinstance(v, Outer) and jnp.issubdtype(v.aval.dtype, jax.dtypes.extended):
                 return "a random key meets a function with a derivative rule of its own"
     return too_large(shapes)
 
@@ -236,7 +236,7 @@ def _computed(program: Program, results: list[int], outside: Sequence[Any], arra
 def _restricted(program: Program, results: Sequence[int]) -> Program:
     """The program without what these results do not need. It returns a tuple of them."""
     build = SimpleNamespace(equations=program.code.equations, operands=program.code.operands)
-    walked = SimpleNamespace(
+    walked: Any = SimpleNamespace(
         build=build, regions=program.regions, operands=program.operands, steps=program.steps
     )
     tree = jax.tree.structure((0,) * len(results))
@@ -402,10 +402,9 @@ class PointwiseKernel(Kernel):
         walk(stream, tuple(tables[:read]), tuple(arrays[:count]), tuple(arrays[count:]))
 
     def reference(self, tables, *arrays):
-        outputs = self._vectorised(tables, arrays)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return _one_or_all(self._vectorised(tables, arrays))
 
-    def _vectorised(self, tables, arrays) -> tuple:
+    def _vectorised(self, tables, arrays) -> tuple[Any, ...]:
         names = [a.name for a in self.function.arguments]
 
         def one(*scalars):
@@ -522,8 +521,12 @@ class PointwiseKernel(Kernel):
             for x, role, flag in zip(arrays, self.roles, flags, strict=True)
         ]
         outputs = launched(self.function, self.exact, tables, wide, self.config)
-        outputs = tuple(jnp.broadcast_to(x, (axis_size, *found.shape)) for x in outputs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return _one_or_all([jnp.broadcast_to(x, (axis_size, *found.shape)) for x in outputs])
+
+
+def _one_or_all(outputs: Sequence[Any]) -> Any:
+    """As a kernel returns its outputs."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _is_float(x: Any) -> bool:

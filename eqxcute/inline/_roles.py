@@ -52,11 +52,10 @@ class Layout(NamedTuple):
         return jnp.reshape(x, x.shape[:batched] + self._inside(role))
 
     def summed(self, x: jax.Array, role: str) -> jax.Array:
-        """The transpose of broadcasting an array of a role: 16-bit floats are added up in float32 and rounded once."""
+        """The transpose of broadcasting an array of a role."""
         axes = tuple(d for d, own in enumerate(self.present(role)) if not own)
         x = jnp.broadcast_to(x, self.shape)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.sum(x.astype(wide), axis=axes).astype(x.dtype) if axes else x
+        return jnp.sum(x, axis=axes) if axes else x  # in float32 and rounded: jnp does so
 
     def present(self, role: str) -> tuple[bool, ...]:
         """Which dims of the shape an array of this role has."""

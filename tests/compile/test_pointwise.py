@@ -95,13 +95,15 @@ def test_loads_sixteen_bytes_and_converts_two_numbers_at_a_time():
 
 
 def test_an_element_of_the_chain_is_few_instructions():
-    """The H200 has time for about 40 instructions an element at the speed of its memory, in bfloat16."""
+    """The H200 has time for about 43 instructions an element at the speed of its memory, in bfloat16. The chain is ten, and
+    two more to widen x and y: a shift or a mask each, where `cvt.f32.bf16` of the upper half of a word is two.
+    """
     code = compiled(eqxcute.pointwise(gated), *shapes("bfloat16")).ptx
     first, last = code.index("ld.global.v4.b32"), code.index("st.global.v4.b32")
-    lines = [line for line in code[first:last].splitlines() if re.match(r"\s+[a-z@]", line)]
-    body = [line for line in lines if not re.match(r"\s+(mov|ld|bra|@|selp|setp)", line)]
-    body = [line for line in body if ".f32" in line or ".bf16" in line]
-    assert len(body) == 8 * (10 + 2) + 4
+    body = code[first:last]
+    assert len(re.findall(r"\.f32 ", body.replace("\t", " "))) == 8 * 10 + 4
+    assert body.count("0xFFFF0000") + body.count("-65536") == 8
+    assert "cvt.f32.bf16" not in body
 
 
 def test_all_lines_are_loaded_before_the_first_is_used():
@@ -185,6 +187,14 @@ def test_roles(interpreted, args, why):
     got = eqxcute.pointwise(lambda *xs: sum(i * x for i, x in enumerate(xs, 1)))(*args)
     want = sum(i * x for i, x in enumerate(args, 1))
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert len(interpreted) == 1
+
+
+@small()
+def test_a_tail_of_several_rows(interpreted):
+    x, column = jnp.arange(15.0, dtype=jnp.bfloat16).reshape(5, 3), jnp.arange(5.0)[:, None]
+    got = eqxcute.pointwise(lambda x, c: (x + c).astype(x.dtype))(x, column.astype(x.dtype))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(x, np.float32) + column)
     assert len(interpreted) == 1
 
 

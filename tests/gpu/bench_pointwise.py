@@ -10,8 +10,8 @@ Bar: 0.95 of the copy's bandwidth, forward, at 16384 x 8192.
 
 What an element may cost: at 4.12 TB/s, the copy's speed, the 132 x 4 schedulers of an H200 issue 132 * 4 * 32 * 1.755e9 =
 2.97e13 instructions of a thread a second at 1,755 MHz. The chain in bfloat16 moves 6 bytes an element: 43 instructions are
-issued in the time of one; in float32 12 bytes: 86. It takes 10 for the chain (tanh is one), 3 to convert and 5 to 8, a share of
-16 bytes' worth, for addresses, loads and the bias.
+issued in the time of one; in float32 12 bytes: 86. The kernel for sm_90a issues, by its SASS, about 170 for 8 elements in
+bfloat16, 21 each, and 176 for 4 in float32, whose tanh is exact, 44 each.
 """
 
 import dataclasses

@@ -314,6 +314,8 @@ def test_rules_of_users_hold_and_are_not_mixed_up():
         np.testing.assert_array_equal(
             jax.grad(lambda x, run=run: run(x).sum())(x), jnp.full(4, slope)
         )
+        _, tangent = jax.jvp(run, (x,), (jnp.ones(4),))
+        np.testing.assert_array_equal(tangent, jnp.full(4, slope))
 
 
 def test_custom_vjp():

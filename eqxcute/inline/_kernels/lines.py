@@ -141,14 +141,15 @@ def column_of_lines(x: cute.Tensor, vector: Constexpr, plan: Plan, place: Place)
 def first_element(plan: Plan, at: Int32, vector: Constexpr):
     """Row (in its line) and column of element 0 of the vector at `at`: V * at, divided by the width."""
     periods, at = divmod(at, plan.period)
-    # V * at is below V * width now: a few subtractions do for a division.
-    column, wide = Int64(at) * vector, Int64(plan.width)
-    row = periods * plan.turns
-    for step in range_constexpr(vector.bit_length() - 1):
-        share = vector >> (step + 1)
-        above = column >= wide * share
-        column = column - wide * share if above else column
-        row = row + share if above else row
+    row, column, steps = periods * plan.turns, Int64(at) * vector, vector.bit_length() - 1
+    if plan.turns > 1:
+        # V * at is below V * width: a few subtractions do for a division.
+        wide = Int64(plan.width)
+        for step in range_constexpr(steps):
+            share = vector >> (step + 1)
+            above = column >= wide * share
+            column = column - wide * share if above else column
+            row = row + share if above else row
     return row, Int32(column)
 
 

@@ -31,6 +31,7 @@ from cutlass import (
     Int32,
     Int64,
     Uint8,
+    Uint32,
     const_expr,
     range_constexpr,
 )
@@ -237,11 +238,20 @@ def held_type(dtype):
 
 
 def as_values(x: cute.Tensor) -> cute.Tensor:
-    """A vector as it is computed with. Converted as a vector: two numbers an instruction, where there is one."""
+    """A vector in registers as it is computed with."""
     if held_type(x.element_type) is x.element_type:
         return x
     wide = cute.make_rmem_tensor(cute.size(x), Float32)
-    wide.store(x.load().to(Float32))
+    if x.element_type is BFloat16 and cute.size(x) % 2 == 0:
+        # The upper half of a word is its float32 but for what lies below: one instruction a number, where a conversion of
+        # it takes two.
+        words = cute.recast_tensor(x, Uint32)
+        bits = cute.recast_tensor(wide, Uint32)
+        for i in range(cute.size(words)):
+            bits[2 * i] = words[i] << Uint32(16)
+            bits[2 * i + 1] = words[i] & Uint32(0xFFFF0000)
+    else:
+        wide.store(x.load().to(Float32))
     return wide
 
 
