@@ -116,6 +116,30 @@ def test_indices_are_clamped(shape, dtype):
     )
 
 
+class Baked(eqxcute.Kernel):
+    """table[i, 5], of which the number of columns is compiled in: CuTe's offsets are then of 32 bits."""
+
+    signature = "n, r c! -> n"
+    code: inline.Code = eqxcute.static()
+
+    @cute.jit
+    def launch(self, stream, index, table, out):
+        self.kernel(index, table, out).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, index, table, out):
+        t = cute.arch.thread_idx()[0]
+        out[t] = _emit.results(_emit.bind(_emit.start(self.code, (table,)), i=index[t], j=5))[0]
+
+
+def test_offsets_have_64_bits():
+    index, table = jnp.arange(32), jnp.zeros((3, 1024), jnp.int32)
+    ptx = compile_only(Baked(reader(2)), index, table).ptx
+    assert re.search(r"mul\.wide\.s32 .*, 4096", ptx) or "shl.b64" in ptx
+    assert "shl.b32" not in ptx
+    assert "mul.lo" not in ptx
+
+
 class Mask(eqxcute.Kernel):
     """Whether row `q` sees any of the columns: a mask bound to its row outside of the loop, to columns inside."""
 
