@@ -17,6 +17,12 @@ import numpy as np
 from . import _table
 from ._interval import Interval, everything, point
 
+# What kernels compute with.
+DTYPES = frozenset(
+    {"bool", "float16", "bfloat16", "float32", "float64"}
+    | {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+)
+
 
 class Equation(NamedTuple):
     """One value: `op` of earlier values, which are known by their number in the list.
@@ -103,7 +109,7 @@ class Code:
     @property
     def opaque(self) -> tuple[str, ...]:
         """Why this code cannot become device code: empty, if it can."""
-        return tuple(e["why"] for e in self.equations if e.op == "opaque")
+        return tuple(dict.fromkeys(e["why"] for e in self.equations if e.op == "opaque"))
 
     def __str__(self):
         return self.text
@@ -143,15 +149,15 @@ class Builder:
     def argument(self, argument: Argument) -> int:
         interval = everything(argument.dtype)
         if argument.low is not None:
-            interval = interval._replace(lo=np.asarray(argument.low, argument.dtype))
+            interval = interval._replace(lo=np.asarray(argument.low, argument.dtype)[()])
         return self._append(
             Equation("argument", argument.dtype, params=(("name", argument.name),)), interval
         )
 
     def const(self, value: Any, dtype: Any) -> int:
-        dtype = jnp.dtype(dtype)
-        equation = Equation("const", dtype.name, params=(("bits", bits_of(value, dtype)),))
-        return self._append(equation, point(np.asarray(value, dtype)))
+        name = _name(dtype)
+        equation = Equation("const", name, params=(("bits", bits_of(value, dtype)),))
+        return self._append(equation, _point(equation))
 
     def size(self, operand: int, dim: int) -> int:
         equation = Equation("size", "int32", params=(("operand", operand), ("dim", dim)))
@@ -164,10 +170,10 @@ class Builder:
 
     def opaque(self, dtype: Any, why: str, inputs: Sequence[int] = (), **params: Any) -> int:
         """Never shared: `inputs` say what it depends on."""
-        name = jnp.dtype(dtype).name
+        name = _name(dtype)
         items = (("why", why), *sorted(params.items()))
         equation = Equation("opaque", name, tuple(inputs), items)
-        return self._append(equation, everything(name), share=False)
+        return self._append(equation, _anything(name), share=False)
 
     def copy(self, n: int) -> int:
         """The same value under a number of its own."""
@@ -184,19 +190,16 @@ class Builder:
 
     def op(self, name: str, *inputs: int, **params: Any) -> int:
         """A row of the table. Returns an older value if that is what it must be."""
-        row = _table.ROWS[name]
-        dtypes = [self.equations[n].dtype for n in inputs]
-        dtype = row.dtype(*dtypes, **params)
-        intervals = [self.intervals[n] for n in inputs]
+        intervals = tuple(self.intervals[n] for n in inputs)
         same = _simpler(self, name, inputs, intervals, params)
         if same is not None:
             return same
-        with np.errstate(all="ignore"):
-            interval = row.bound(np, jnp.dtype(dtype), *intervals, **params)
-        if not jnp.issubdtype(dtype, jnp.floating) and interval.lo == interval.hi:
+        dtypes = tuple(self.equations[n].dtype for n in inputs)
+        given = tuple(sorted(params.items()))
+        dtype, interval = _bounded(_table.ROWS[name], dtypes, intervals, given)
+        if interval.lo == interval.hi and not _is_float(dtype):
             return self.const(interval.lo, dtype)
-        equation = Equation(name, jnp.dtype(dtype).name, inputs, tuple(sorted(params.items())))
-        return self._append(equation, interval)
+        return self._append(Equation(name, dtype, inputs, given), interval)
 
     def is_const(self, n: int) -> bool:
         return self.equations[n].op == "const"
@@ -218,6 +221,41 @@ class Builder:
         return len(self.equations) - 1
 
 
+@functools.cache
+def _name(dtype: Any) -> str:
+    return jnp.dtype(dtype).name
+
+
+@functools.cache
+def _is_float(dtype: str) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _anything(dtype: str) -> Interval:
+    """Also of what kernels do not compute with: complex numbers, 4 and 8 bits."""
+    return everything(dtype) if dtype in DTYPES else Interval(np.False_, np.True_, np.True_)
+
+
+def _scalars(interval: Interval) -> Interval:
+    """Hashable ones."""
+    return Interval(*(np.asarray(x)[()] for x in interval))
+
+
+@functools.lru_cache(1 << 12)
+def _point(equation: Equation) -> Interval:
+    return _scalars(point(constant(equation)))
+
+
+@functools.lru_cache(1 << 14)
+def _bounded(
+    row: _table.Row, dtypes: tuple[str, ...], intervals: tuple[Interval, ...], params: tuple
+) -> tuple[str, Interval]:
+    """The result's dtype and what it can be. Loops and random bits ask the same a hundred times."""
+    dtype = jnp.dtype(row.dtype(*dtypes, **dict(params)))
+    with np.errstate(all="ignore"):
+        return dtype.name, _scalars(row.bound(np, dtype, *intervals, **dict(params)))
+
+
 class TooLong(Exception):
     """More equations than a kernel should be made of."""
 
@@ -233,7 +271,7 @@ def _simpler(
     kind = build.equations[inputs[0]].dtype
     if name == "copy" or (name == "convert_element_type" and params["new_dtype"] == kind):
         return inputs[0]
-    if jnp.issubdtype(kind, jnp.floating):
+    if _is_float(kind):
         return None
     if name == "wrap" and intervals[0].lo >= 0:
         return inputs[0]

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from . import _table
 from ._code import Equation, constant
+from ._jaxpr import word_dtype
 from ._scalarise import Known, Outer, Region, Scalars
 from ._trace import Program
 
@@ -98,8 +98,8 @@ def _run_region(region: Region, values, outside, settle) -> None:
             result = jax.random.key_data(result)
         flat = jnp.ravel(result)
         for i, n in enumerate(out.numbers.reshape(-1)):
-            value = flat[i]
-            values[int(n)] = settle(value, value.dtype) if reads else value
+            if n >= 0:
+                values[n] = settle(flat[i], flat.dtype) if reads else flat[i]
 
 
 def _assembled(v: Scalars, values) -> Any:
@@ -109,7 +109,7 @@ def _assembled(v: Scalars, values) -> Any:
     array = (
         jnp.stack(parts).reshape(v.numbers.shape)
         if parts
-        else jnp.zeros(v.numbers.shape, np.float32)
+        else jnp.zeros(v.numbers.shape, word_dtype(v.aval))
     )
     if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=v.aval.dtype._impl.name)

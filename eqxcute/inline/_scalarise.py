@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _arrays, _indexing, _jaxpr, _random, _table
-from ._code import Builder, Operand, TooLong
+from ._code import DTYPES, Builder, Operand, TooLong
 from ._values import (
     ELEMENTS,
     STEPS,
@@ -63,6 +63,7 @@ class Scalariser:
         if isinstance(value, Scalars):
             return value
         if isinstance(value, Known):
+            _check_dtype(_jaxpr.word_dtype(value.value))
             aval = abstract(np.shape(value.value), value.value.dtype)
             array = _jaxpr.words(value.value)
             self._check_small(array.shape)
@@ -96,6 +97,7 @@ class Scalariser:
         """The operand of the code that a captured array is, or one made from some."""
         if number not in self.operands:
             shape = aval.shape
+            _check_dtype(aval.dtype)
             if any(n > 2**31 - 1 for n in shape):
                 raise Unsupported(
                     f"a captured array has shape {tuple(shape)}, and a kernel counts to 2**31 - 1 along a dim. "
@@ -135,7 +137,7 @@ class Scalariser:
     def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
         # What has an effect, such as `axis_index` in a shard_map, is known when it runs only.
         if not eqn.effects and all(isinstance(v, Known) for v in values):
-            with jax.ensure_compile_time_eval():
+            with jax.ensure_compile_time_eval(), jax.default_device(_jaxpr.host()):
                 return [Known(x) for x in _jaxpr.bind(eqn, [v.value for v in values])]
         name = eqn.primitive.name
         if not any(isinstance(v, Scalars) for v in values):
@@ -243,10 +245,13 @@ class Scalariser:
     def _mapped(self, eqn: Any, combine: Callable[..., int], values: list[Value]) -> Scalars:
         """`combine` of each element of the inputs."""
         aval = eqn.outvars[0].aval
-        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            raise Unsupported(f"computes a {aval.dtype} number: kernels compute with real ones")
-        shape, words = _jaxpr.word_shape(aval), len(_jaxpr.word_shape(aval)) - len(aval.shape)
-        parts = []
+        for v in (*eqn.invars, *eqn.outvars):
+            _check_dtype(_jaxpr.word_dtype(v.aval))
+        shape, parts = _jaxpr.word_shape(aval), []
+        if not shape:
+            number = combine(*(int(self.scalars(v).numbers) for v in values))
+            return Scalars(np.array(number, np.int64), aval)
+        words = len(shape) - len(aval.shape)
         for v, of in zip(values, eqn.invars, strict=True):
             p = self.scalars(v).numbers
             if words and not _jaxpr.is_key(of.aval):  # the choice between keys
@@ -376,10 +381,16 @@ class Scalariser:
         values = [
             self.scalars(v) if isinstance(v, Outer) and v.aval.shape == () else v for v in values
         ]
+        return self._region(eqn, values, lambda: self._called(eqn, values))
+
+    def _region(
+        self, eqn: Any, values: Sequence[Value], compute: Callable[[], Sequence[Value]]
+    ) -> list[Value]:
+        """What `compute` says for a kernel, and the equation as it is under JAX."""
         start, nested = len(self.build.equations), len(self.regions)
         self.build.enter()  # equations inside are skipped by who runs the rule: nobody else may use them
         try:
-            inner = [self.scalars(v) for v in self._called(eqn, values)]
+            inner = [self.scalars(v) for v in compute()]
             taken: set[int] = set()
             outputs = [
                 Scalars(self._own(o.numbers, start, taken), v.aval)
@@ -416,10 +427,11 @@ class Scalariser:
     # Random bits: a key's words are values like any others
 
     def _random(self, eqn: Any, values: list[Value]) -> list[Value]:
+        """JAX calls its own function: XLA takes minutes over the bits of many counters as equations."""
         name, aval = eqn.primitive.name, eqn.outvars[0].aval
-        parts = [self.scalars(v) for v in values]
         if name in ("random_wrap", "random_unwrap", "random_clone"):
-            return [Scalars(parts[0].numbers, aval)]
+            return [Scalars(self.scalars(values[0]).numbers, aval)]
+        parts = [self.scalars(v) for v in values]
         function = _random.words_function(eqn)
         specs = [jax.ShapeDtypeStruct(p.numbers.shape, _jaxpr.word_dtype(p.aval)) for p in parts]
         closed = jax.make_jaxpr(function)(*specs)
@@ -427,20 +439,29 @@ class Scalariser:
             Scalars(p.numbers, abstract(s.shape, s.dtype))
             for p, s in zip(parts, specs, strict=True)
         ]
-        with self._within(eqn):
-            (result,) = self.closed(closed, words)
-        return [Scalars(self.scalars(result).numbers, aval)]
+
+        def bits() -> list[Value]:
+            with self._within(eqn):
+                (result,) = self.closed(closed, words)
+            return [Scalars(self.scalars(result).numbers, aval)]
+
+        return self._region(eqn, parts, bits)
 
     def _threefry(self, eqn: Any, values: list[Value]) -> list[Value]:
         shape = eqn.outvars[0].aval.shape
-        parts = [np.broadcast_to(self.scalars(v).numbers, shape).reshape(-1) for v in values]
-        pairs = [
-            _random.threefry2x32(self.build, *map(int, one)) for one in zip(*parts, strict=True)
-        ]
-        return [
-            Scalars(numbered([pair[i] for pair in pairs], shape), eqn.outvars[i].aval)
-            for i in (0, 1)
-        ]
+        parts = [self.scalars(v) for v in values]
+        flat = [np.broadcast_to(p.numbers, shape).reshape(-1) for p in parts]
+
+        def words() -> list[Value]:
+            pairs = [
+                _random.threefry2x32(self.build, *map(int, one)) for one in zip(*flat, strict=True)
+            ]
+            return [
+                Scalars(numbered([pair[i] for pair in pairs], shape), eqn.outvars[i].aval)
+                for i in (0, 1)
+            ]
+
+        return self._region(eqn, parts, words)
 
     def _same(self, eqn: Any, values: list[Value]) -> list[Value]:
         return [
@@ -451,6 +472,13 @@ class Scalariser:
 
 def _bind(eqn: Any, *values: Any) -> list:
     return _jaxpr.bind(eqn, values)
+
+
+def _check_dtype(dtype: Any) -> None:
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise Unsupported(
+            f"computes with {dtype}: kernels compute with bool, integers, float16, bfloat16 and float32"
+        )
 
 
 def _check_row(eqn: Any, params: dict) -> None:

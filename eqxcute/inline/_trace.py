@@ -210,7 +210,7 @@ def assemble(walk: Scalariser, results, arguments, avals, name: str, tree: Any) 
     """The program without what its results do not need."""
     build = walk.build
     regions = _needed(build.equations, results, walk.regions)
-    keep = [int(n) for r in regions for n in _numbers_of(r)]
+    keep = [n for r in regions for n in _numbers_of((*r.inputs, *r.outputs))]
     code, number, used = pruned(arguments, build.operands, build.equations, results, keep)
     order = sorted(number)
     regions = [_renumbered(r, number, order) for r in regions]
@@ -219,47 +219,47 @@ def assemble(walk: Scalariser, results, arguments, avals, name: str, tree: Any) 
     return Program(code, name, tuple(avals), steps, operands, tuple(regions), tree)
 
 
-def _numbers_of(region: Region) -> list[int]:
-    held = [*(v for v in region.inputs if isinstance(v, Scalars)), *region.outputs]
-    return [int(n) for v in held for n in v.numbers.reshape(-1)]
+def _numbers_of(values: Sequence[Any]) -> list[int]:
+    held = [v.numbers.reshape(-1) for v in values if isinstance(v, Scalars)]
+    return [int(n) for numbers in held for n in numbers if n >= 0]
 
 
 def _needed(equations: Sequence[Equation], results, regions: Sequence[Region]) -> list[Region]:
-    """The regions of which an output is needed, with everything that their inputs need."""
-    needed = set(results)
-    found = []
-    remaining = sorted(regions, key=lambda r: r.start, reverse=True)
+    """The regions of which an output is needed, with -1 for the outputs that are not.
+
+    Nothing outside a region uses what is inside but for its outputs, so the last equation in it that is needed is one,
+    and by then all users of the others have been seen.
+    """
+    needed, found = set(results), []
+    remaining = sorted(regions, key=lambda r: r.start)
     for n in reversed(range(len(equations))):
-        while remaining and n < remaining[0].stop and remaining[0].start <= n:
-            region = remaining[0]
-            outputs = {int(m) for o in region.outputs for m in o.numbers.reshape(-1)}
-            if not outputs & needed:
-                break
-            found.append(region)
-            needed.update(_numbers_of(region))
-            remaining.pop(0)
-        if remaining and n < remaining[0].start:
-            remaining.pop(0)
-        if n in needed:
-            needed.update(equations[n].inputs)
-    return sorted(found, key=lambda r: r.start)
+        while remaining and n < remaining[-1].start:
+            remaining.pop()
+        if n not in needed:
+            continue
+        if remaining and n < remaining[-1].stop:
+            region = remaining.pop()
+            wanted = [m for m in needed if region.start <= m < region.stop]
+            found.append(region._replace(outputs=tuple(_only(wanted, o) for o in region.outputs)))
+            needed.update(_numbers_of(region.inputs))
+        needed.update(equations[n].inputs)
+    return found[::-1]
+
+
+def _only(wanted: Sequence[int], output: Scalars) -> Scalars:
+    return output._replace(numbers=np.where(np.isin(output.numbers, wanted), output.numbers, -1))
 
 
 def _renumbered(region: Region, number: Mapping[int, int], order: Sequence[int]) -> Region:
     def moved(v):
         if not isinstance(v, Scalars):
             return v
-        numbers = [number[int(n)] for n in v.numbers.reshape(-1)]
+        numbers = [number[int(n)] if n >= 0 else -1 for n in v.numbers.reshape(-1)]
         return Scalars(np.array(numbers, np.int64).reshape(v.numbers.shape), v.aval)
 
     inside = [number[n] for n in order if region.start <= n < region.stop]
-    return Region(
-        min(inside),
-        max(inside) + 1,
-        region.run,
-        tuple(map(moved, region.inputs)),
-        tuple(map(moved, region.outputs)),
-    )
+    inputs, outputs = (tuple(map(moved, values)) for values in (region.inputs, region.outputs))
+    return Region(min(inside), max(inside) + 1, region.run, inputs, outputs)
 
 
 def _outers_of(regions: Sequence[Region]) -> set[int]:

@@ -67,7 +67,7 @@ class Region(NamedTuple):
 
     A function with a derivative rule of its own is inlined for a kernel, and called as it is under JAX, which knows its
     rule. What has no row of the table is a region of opaque equations. No equation outside uses one inside, but for the
-    outputs.
+    outputs. An output's number is -1 where nobody needs it, or where it is an older value.
     """
 
     start: int

@@ -4,6 +4,7 @@ import functools
 import inspect
 import operator
 
+import inline_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from inline_programs import run_all
 from jax import lax
 
-from eqxcute.inline import Argument, evaluate, trace
+from eqxcute.inline import Argument, _trace, evaluate, trace
+from eqxcute.inline._code import Builder
 
 rng = np.random.default_rng(0)
 v5 = jnp.asarray(rng.integers(-9, 9, 5), jnp.int32)
@@ -28,6 +30,7 @@ u32 = jnp.asarray([1, 2**31, 2**32 - 1, 0, 2], jnp.uint32)
 b5 = jnp.asarray([True, False, True, True, False])
 offsets = jnp.asarray([0, 3, 3, 7, 12], jnp.int32)
 edges = jnp.asarray([-1.5, -0.0, 0.5, 2.0], jnp.float32)
+c5 = v5.astype(jnp.complex64) + 2j
 bf5 = f5.astype(jnp.bfloat16)
 
 # Values of what the functions are called with, by name: i and j are any indices, h is at least 0.
@@ -438,3 +441,282 @@ def test_as_jax(group, name):
     program, captured = traced[name]
     compare(evaluated[name], expected[name])
     check_code(program, captured, columns_of(functions[name]), expected[name])
+
+
+# Random bits
+
+key, legacy_key = jax.random.key(3), jax.random.PRNGKey(5)
+keys = jax.random.split(jax.random.key(1), 4)
+legacy_keys = jax.random.split(jax.random.PRNGKey(2), 4)
+
+
+def folded(i):
+    return jax.random.fold_in(key, i)
+
+
+RANDOM = {
+    "bits": lambda i: jax.random.bits(folded(i)),
+    "8 bits": lambda i: jax.random.bits(folded(i), (), jnp.uint8),
+    "16 bits": lambda i: jax.random.bits(jax.random.fold_in(legacy_key, i), (3,), jnp.uint16)[2],
+    "uniform": lambda i: jax.random.uniform(folded(i), minval=-2),
+    "legacy": lambda i: jax.random.uniform(jax.random.fold_in(legacy_key, i)),
+    "bfloat16": lambda i: jax.random.uniform(folded(i), (), jnp.bfloat16).astype(jnp.float32),
+    "one of 5": lambda i: jax.random.uniform(folded(i), (5,))[3],
+    "bernoulli": lambda i: jax.random.bernoulli(folded(i), 0.3),
+    "normal": lambda i: jax.random.normal(folded(i)),
+    "gumbel": lambda i: jax.random.gumbel(folded(i)),
+    "exponential": lambda i: jax.random.exponential(folded(i)),
+    "randint": lambda i: jax.random.randint(folded(i), (), -3, 11),
+    "choice": lambda i: jax.random.choice(folded(i), v5),
+    "fold twice": lambda i, j: jax.random.uniform(jax.random.fold_in(folded(i), j)),
+    "split": lambda i, h: jax.random.uniform(jax.random.split(folded(i), 3)[h % 3]),
+    "split outside": lambda h: jax.random.uniform(jax.random.split(key, 4)[h % 4]),
+    "keys": lambda i, j: jax.random.uniform(jax.random.fold_in(keys[i], j)),
+    "legacy keys": lambda i: jax.random.uniform(legacy_keys[i]),
+    "known key": lambda i: jax.random.bits(jax.random.fold_in(jax.random.key(7), i)),
+    "known legacy": lambda i: jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(7), i)),
+    "seed": lambda i: jax.random.bits(jax.random.key(i)),
+    "legacy seed": lambda i: jax.random.bits(jax.random.PRNGKey(i)),
+    "where": lambda i: jax.random.bits(jnp.where(i > 2, key, keys[1])),
+    "cond": lambda i: jax.random.bits(lax.cond(i > 2, lambda: key, lambda: keys[i])),
+    "clone": lambda i: jax.random.bits(jax.random.clone(folded(i))),
+    "data": lambda i: jax.random.key_data(folded(i))[1],
+    "wrapped": lambda i: jax.random.bits(
+        jax.random.wrap_key_data(jnp.stack([i, i]).astype(jnp.uint32))
+    ),
+    "vmap": lambda i: jax.vmap(jax.random.uniform)(jax.random.split(folded(i), 3)).sum(),
+    "scan": lambda i: lax.scan(
+        lambda c, k: (c ^ jax.random.bits(jax.random.fold_in(k, i)), None), jnp.uint32(0), keys
+    )[0],
+    "dropout": lambda x, i, j: jnp.where(
+        jax.random.uniform(folded(i * 64 + j)) < 0.1, 0.0, x / 0.9
+    ),
+}
+
+
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_random_bits_are_those_of_jax(partitionable):
+    """All at once: XLA compiles that ten times as fast."""
+    with jax.threefry_partitionable(partitionable):
+        traced = {n: trace(fn, arguments_of(fn)) for n, fn in RANDOM.items()}
+
+        def all_of(columns):
+            return {n: fn(*(columns[a] for a in columns_of(fn))) for n, fn in RANDOM.items()}
+
+        expected = jitted(jax.vmap(all_of), COLUMNS)
+        for name, (program, captured) in traced.items():
+            assert not program.code.opaque, name
+            values = inline_numpy.run_all(program.code, COLUMNS, program.prepare(captured))
+            compare(values[program.code.results[0]], expected[name], rtol=1e-4)
+        for name in ("keys", "16 bits"):
+            check(RANDOM[name])
+
+
+# Functions with derivative rules of their own
+
+
+@jax.custom_jvp
+def tripled(x):
+    """Twice x, with a derivative of 3."""
+    return x * 2
+
+
+@jax.custom_vjp
+def same(x):
+    """x, with a derivative of 10."""
+    return x
+
+
+@jax.custom_vjp
+def both(x):
+    return x, x
+
+
+@jax.custom_vjp
+def swapped(x, y):
+    return y, x
+
+
+@jax.custom_vjp
+def three(x):
+    return jnp.float32(3)
+
+
+@jax.custom_vjp
+def entry(table, i):
+    return table[i]
+
+
+@jax.custom_jvp
+def squares(a):
+    return a * a
+
+
+@jax.custom_vjp
+def with_index(i, x):
+    return i + 1, x * i
+
+
+@jax.custom_jvp
+def outermost(x):
+    return tripled(x) + jnp.sin(x)
+
+
+@jax.custom_jvp
+def hard(x):
+    """What no kernel computes."""
+    return jax.scipy.special.gammaln(x)
+
+
+for rule, factor in ((tripled, 3), (squares, 4), (outermost, 100), (hard, 11)):
+    rule.defjvp(lambda p, t, rule=rule, factor=factor: (rule(*p), t[0] * factor))
+same.defvjp(lambda x: (x, None), lambda _, g: (g * 10,))
+both.defvjp(lambda x: ((x, x), None), lambda _, g: (g[0] * 2 + g[1] * 5,))
+swapped.defvjp(lambda x, y: ((y, x), None), lambda _, g: (g[0] * 2, g[1] * 5))
+three.defvjp(lambda x: (jnp.float32(3), None), lambda _, g: (g * 7,))
+entry.defvjp(lambda t, i: (t[i], t.shape), lambda shape, g: (jnp.full(shape, g * 2), None))
+with_index.defvjp(lambda i, x: ((i + 1, x * i), None), lambda _, g: (None, g[1] * 6))
+
+# From a captured table to a function.
+RULED = {
+    "jvp": lambda t: lambda x, i: tripled(x) * t[i],
+    "an input": lambda t: lambda x, i: same(x) * t[i],
+    "an input twice": lambda t: lambda x, i: (lambda a, b: a * 3 + b * t[i])(*both(x)),
+    "inputs": lambda t: lambda x, i: (lambda a, b: a * 3 + b * 7)(*swapped(x, t[i])),
+    "a constant": lambda t: lambda x, i: three(x) * t[i],
+    "of a captured array": lambda t: lambda x, i: entry(t, i) * x,
+    "of a captured number": lambda t: lambda x, i: swapped(t[0], x)[1] * x + same(t[1]),
+    "of captured arrays only": lambda t: lambda x, i: squares(t)[i] * x + (squares(t) * 2)[1],
+    "of an array": lambda t: lambda x, i: squares(jnp.stack([x, x + 1])).sum() * t[i],
+    "an element": lambda t: lambda x, i: squares(jnp.stack([x, x + 1]))[i % 2] * t[i],
+    "of an index": lambda t: lambda x, i: (lambda a, b: b * t[a])(*with_index(i % 4, x)),
+    "nested": lambda t: lambda x, i: outermost(x) * t[i] + tripled(x),
+    "twice": lambda t: lambda x, i: tripled(x) + tripled(x) * t[i] + x * 2,
+    "equal outside after": lambda t: lambda x, i: tripled(x) + x * 2,
+    "equal outside before": lambda t: lambda x, i: x * 2 + tripled(x),
+    "of itself": lambda t: lambda x, i: tripled(same(tripled(same(x)))),
+    "relu": lambda t: lambda x, i: jax.nn.relu(x) * t[i] + jax.nn.relu(x - 1),
+    "silu": lambda t: lambda x, i: jax.nn.silu(x) + jax.nn.softplus(x) * t[i],
+    "in cond": lambda t: lambda x, i: lax.cond(i > 2, lambda: tripled(x), lambda: same(x) * t[i]),
+    "in scan": lambda t: lambda x, i: lax.scan(lambda c, a: (tripled(c) + a * x, None), x, t)[0],
+    "in fori": lambda t: lambda x, i: lax.fori_loop(0, 3, lambda k, c: same(c) * 0.5 + t[k], x),
+    "in jit": lambda t: lambda x, i: jax.jit(lambda a: same(a) * tripled(a) * t[i])(x),
+    "in vmap": lambda t: lambda x, i: jax.vmap(lambda a: tripled(a * x))(t).sum(),
+    "in remat": lambda t: lambda x, i: jax.checkpoint(lambda a: jnp.sin(same(a)) * t[i])(x),
+    "stop_gradient": lambda t: lambda x, i: lax.stop_gradient(x) * x * t[i],
+    "grad inside": lambda t: lambda x, i: jax.grad(lambda a: tripled(a) * a)(x) * t[i],
+    "unused": lambda t: lambda x, i: (tripled(x), x * t[i])[1],
+    "one of two used": lambda t: lambda x, i: swapped(x, t[i])[0] * x,
+    "views": lambda t: lambda x, i: t[::-1][i] * x + t[-1] + t[2] * t[3] + m34.T[i, 1],
+    "opaque inside": lambda t: lambda x, i: hard(jnp.abs(x) + 1) * t[i],
+    "opaque": lambda t: lambda x, i: jax.scipy.special.gammaln(jnp.abs(x) + 1) * t[i] + jnp.abs(x),
+    "opaque sort": lambda t: lambda x, i: jnp.sort(jnp.stack([x, x * 2, t[i]]))[1] * x,
+    "opaque loop": lambda t: lambda x, i: x * t[0]
+    * lax.while_loop(lambda c: c[0] < i % 4, lambda c: (c[0] + 1, c[1]), (0, i))[0],
+}  # fmt: skip
+
+
+def test_derivative_rules_are_kept():
+    """With respect to the argument and to the captured table: all of `RULED` in one compilation."""
+    x = jnp.asarray([0.5, -0.3, 1.5, 2.25, -1.5, 0.1], jnp.float32)
+    i = jnp.asarray([0, 3, -1, 4, 1, -5], jnp.int32)
+    weights = jnp.arange(1.0, 7.0)
+    traced = {n: trace(make(f5), {"x": "float32", "i": "int32"}) for n, make in RULED.items()}
+
+    def by_jax(name, x, t):
+        return weights @ jax.vmap(RULED[name](t))(x, i)
+
+    def by_program(name, x, t):
+        program, captured = traced[name]
+        captured = [t if c is f5 else c for c in captured]
+        return weights @ jax.vmap(lambda x, i: evaluate(program, {"x": x, "i": i}, captured))(x, i)
+
+    def all_of(total):
+        def gradients(x, t):
+            return {n: jax.value_and_grad(functools.partial(total, n), (0, 1))(x, t) for n in RULED}
+
+        return jitted(gradients, x, f5)
+
+    expected, found = all_of(by_jax), all_of(by_program)
+    for name, (program, captured) in traced.items():
+        for a, b in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):
+            np.testing.assert_allclose(a, b, 2e-5, 1e-5, err_msg=name)
+        assert bool(program.code.opaque) == name.startswith("opaque"), name
+        if not program.code.opaque:  # what a kernel computes, without the rules
+            values = inline_numpy.run_all(program.code, {"x": x, "i": i}, program.prepare(captured))
+            total = weights @ values[program.code.results[0]]
+            np.testing.assert_allclose(total, expected[name][0], 1e-4, 1e-4, err_msg=name)
+
+
+def test_a_view_is_no_operand():
+    """Rows, columns, transposes and single elements are read where they lie."""
+
+    def fn(i, j):
+        loop = sum(t234[1, k, 2] * j for k in range(3))
+        scan = lax.scan(lambda c, row: (c + row[1, i], None), 0.0, t234)[0]
+        turned = t234.T[i, j, 1] + t234[:, 1][j, i] + t234.reshape(2, 1, 3, 4)[j, 0, i, i]
+        return loop + scan + turned + jnp.broadcast_to(t234[0, 0, 3], (5,))[i]
+
+    program, captured = trace(fn, arguments_of(fn))
+    assert len(captured) == len(program.code.operands) == 1
+    assert program.prepare(captured)[0] is captured[0]
+
+
+# Limits
+
+
+OPAQUE = {
+    "a loop too long": (lambda i: lax.fori_loop(0, 5000, lambda k, c: c ^ k, i), "5000 steps"),
+    "a loop of unknown length": (
+        lambda i: lax.fori_loop(0, i % 9, lambda k, c: c + k, 0),
+        "depends on an index",
+    ),
+    "an array too large": (lambda i: (jnp.arange(2000) == i).any(), "(2000,)"),
+    "a product too large": (lambda x: (jnp.ones((40, 40)) @ jnp.full(40, x))[0], "1600 products"),
+    "no code": (lambda x: jnp.sort(jnp.stack([x, x + 1]))[0], "`sort`"),
+    "igamma": (lambda p: lax.igamma(p, p), "`igamma`"),
+    "complex": (lambda x: jnp.abs(x + 1j), "complex64"),
+    "a captured complex": (lambda i: c5[i].real + c5[1].imag * i, "complex64"),
+    "8-bit floats": (lambda x: (x.astype(jnp.float8_e5m2) * 2).astype(jnp.float32), "float8_e5m2"),
+    "bits taken apart": (lambda i: lax.bitcast_convert_type(i, jnp.uint8)[1], "bits apart"),
+    "other precisions": (lambda x: lax.reduce_precision(x, 4, 3), "4 and 3 bits"),
+    "a write to a large array": (
+        lambda i: jnp.zeros(600).at[jnp.stack([i, i])].set(1.0)[3],
+        "writes 2 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_stays_opaque_says_why_and_runs_under_jax(name):
+    assert_opaque(*OPAQUE[name])
+
+
+def test_loops_that_unroll_to_too_many_operations(monkeypatch):
+    """The outer loop is opaque, what stands around it is not."""
+    monkeypatch.setattr(_trace, "Builder", functools.partial(Builder, limit=200))
+
+    def steps(x, n):
+        def inner(_, c):
+            return lax.fori_loop(0, n, lambda k, d: d * 1.5 + k, c)
+
+        return lax.fori_loop(0, n, inner, x)
+
+    code = assert_opaque(
+        lambda p: steps(p * 2, 3) + steps(p, 20), "`scan` unrolls to too many operations"
+    )
+    assert sum(e.op == "mul" for e in code.equations) == 10
+    assert sum(e.op == "opaque" for e in code.equations) == 1
+
+
+def assert_opaque(fn, why):
+    program, captured = trace(fn, arguments_of(fn))
+    assert program.code.opaque
+    for reason in program.code.opaque:
+        assert why in reason or "`real`" in reason or "`imag`" in reason, reason
+        assert reason.count("File") == 1, reason
+        assert f'{__file__.rsplit("/", 1)[1]}", line ' in reason
+    columns = columns_of(fn)
+    found = jitted(jax.vmap(lambda scalars: evaluate(program, scalars, captured)), columns)
+    compare(found, jitted(jax.vmap(fn), *columns.values()))
+    return program.code
