@@ -333,3 +333,25 @@ def test_rules_are_the_same_as_xla_operations(dtype):
             # Products near the dtype's ends may be everything in XLA, where there are no wider integers.
             if np.asarray(a.lo).dtype != np.float32:
                 assert np.all((b.lo <= a.lo) & (b.hi >= a.hi)), f"{name} {params}"
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(
+    ("name", "a", "b"),
+    [
+        ("mul", 1e-20, 1e-20),
+        ("div", 1e-30, 1e10),
+        ("sub", 1.5e-38, 1.2e-38),
+        ("integer_pow", 1e-13, None),
+    ],
+)
+def test_what_xla_flushes_is_in_the_interval(name, a, b, sign):
+    """The rules in XLA on CPU get 0 where other libraries get a subnormal number."""
+    points = [np.float32(sign * a)]
+    points += [] if b is None else [np.float32(sign * b if name == "sub" else b)]
+    params = {"y": 3} if name == "integer_pow" else {}
+    exact = {"mul": 1e-40, "div": 1e-40, "sub": 3e-39, "integer_pow": 1e-39}[name] * sign
+    rule = functools.partial(_table.ROWS[name].bound, jnp, np.dtype(np.float32), **params)
+    found = jax.jit(rule)(*(Interval(p, p, np.False_) for p in points))
+    assert float(found.lo) <= exact <= float(found.hi)
+    assert abs(float(found.lo)) + abs(float(found.hi)) < 1e-37
