@@ -130,7 +130,7 @@ class _Walk:
         """NumPy, if all are, and the result is small enough for a program to hold as a constant."""
         if self.xp is np:
             return np
-        if not all(isinstance(x, np.ndarray | np.generic) for x in arrays):
+        if not _known(*arrays):
             return jnp
         size = np.prod(np.broadcast_shapes(*(x.shape for x in arrays)), dtype=np.int64)
         return np if size <= _SMALL else jnp
@@ -213,9 +213,7 @@ class _Walk:
     def _exact(self, n: int, size: int) -> Any:
         """The index, clamped, if it is one number in each tile."""
         i = self.found[n]
-        known = isinstance(i.lo, np.ndarray | np.generic) and isinstance(
-            i.hi, np.ndarray | np.generic
-        )
+        known = _known(i.lo, i.hi)
         if i.lo is not i.hi and not (known and np.array_equal(i.lo, i.hi)):
             return None
         return (np if known else jnp).clip(i.lo, 0, size - 1)
@@ -225,8 +223,7 @@ class _Walk:
         e = self.code.equations[n]
         if e.op == "wrap":
             lo = self.found[e.inputs[0]].lo
-            known = isinstance(lo, np.ndarray | np.generic)
-            return self._tiles(e.inputs[0]) if known and np.all(lo >= 0) else None
+            return self._tiles(e.inputs[0]) if _known(lo) and np.all(lo >= 0) else None
         span = self.ranges.get(e["name"]) if e.op == "argument" else None
         if span is None or span.tile is None or span.length is None:
             return None
@@ -274,42 +271,52 @@ class _Walk:
         if size == 1:
             return False
         i = self.found[n]
-        if isinstance(i.lo, np.ndarray | np.generic) and isinstance(i.hi, np.ndarray | np.generic):
+        if _known(i.lo, i.hi):
             return not np.all((i.lo <= 0) & (i.hi >= size - 1))
         width = self._width(n)
         return width is not None and width[1] < size
 
     def _window(self, ends: _Ends, indices: list, n: int, dim: int) -> _Ends:
-        i, size = self.found[n], ends.small.shape[dim]
-        if isinstance(i.lo, np.ndarray | np.generic) and isinstance(i.hi, np.ndarray | np.generic):
-            # Exact: windows of the power of two that fits twice into the interval, for each interval.
-            lo, hi = np.clip(i.lo, 0, size - 1), np.clip(i.hi, 0, size - 1)
-            level = _log2(np.arange(1, size + 1))[hi - lo]
-            levels = np.unique(level)
-            ends = ends.reduced(lambda x, op: _windows(x, op, dim, levels))
-            row = np.searchsorted(levels, level).astype(np.int32)
-            return self._two(ends, indices, dim, row, lo, hi - (np.int32(1) << level) + 1)
-        # The width of what is traced is known between two numbers, unless arithmetic wrapped around.
-        least, most = self._width(n)
-        level = int(_log2(np.int32(least + 1)))
-        if 2 << level < most + 1:
-            level = int(_log2(np.int32(most + 1)))
-        inside = (i.hi - i.lo).astype(np.uint32) <= np.uint32(most)
+        i = self.found[n]
+        if _known(i.lo, i.hi):
+            return self._known_window(ends, indices, i, dim)
+        width = self._width(n)
+        assert width is not None  # or the window is not worth it
+        return self._traced_window(ends, indices, i, dim, *width)
+
+    def _known_window(self, ends: _Ends, indices: list, i: Interval, dim: int) -> _Ends:
+        """Exact: the windows of the power of two that fits twice into the interval, for each interval."""
+        size = ends.small.shape[dim]
+        lo, hi = np.clip(i.lo, 0, size - 1), np.clip(i.hi, 0, size - 1)
+        level = _log2(np.arange(1, size + 1))[hi - lo]
+        levels = np.unique(level)
+        ends = ends.reduced(lambda x, op: _windows(x, op, dim, levels.tolist()))
+        row = np.searchsorted(levels, level).astype(np.int32)
+        return self._two(ends, indices, dim, row, lo, hi - (np.int32(1) << level) + 1)
+
+    def _traced_window(
+        self, ends: _Ends, indices: list, i: Interval, dim: int, least: int, most: int
+    ) -> _Ends:
+        """One size of windows for all intervals, of which `hi - lo` lies between `least` and `most`."""
+        size = ends.small.shape[dim]
+        level = (least + 1).bit_length() - 1
+        if 2 << level < most + 1:  # two would not cover the longest
+            level = (most + 1).bit_length() - 1
         room = max(most + 1, 1 << level)
         lo = jnp.clip(i.lo, -room, size)
         hi = lo + jnp.clip(i.hi - i.lo, (1 << level) - 1, most)
         padded = ends.each(lambda x, _: _edges(x, dim, room, 2 * room))
         padded = padded.reduced(lambda x, op: _windows(x, op, dim, [level]))
-        found = self._two(
-            padded, indices, dim, np.int32(0), lo + room, hi + room - (1 << level) + 1
+        last = hi + room - (1 << level) + 1
+        found = self._two(padded, indices, dim, np.int32(0), lo + room, last)
+        # Arithmetic that wrapped around makes it longer: then anything that the array holds.
+        inside = (i.hi - i.lo).astype(np.uint32) <= np.uint32(most)
+        whole = ends.reduced(lambda x, op: _reduce(x, op, tuple(range(x.ndim))).reshape(()))
+        small, large, nan = (
+            None if x is None else jnp.where(inside, x, y)
+            for x, y in zip(found, whole, strict=True)
         )
-        whole = ends.reduced(lambda x, op: _reduce(x, op, tuple(range(x.ndim))))
-        small, large, nan = found
-        return _Ends(
-            jnp.where(inside, small, whole.small.reshape(())),
-            jnp.where(inside, large, whole.large.reshape(())),
-            nan if nan is None else jnp.where(inside, nan, whole.nan.reshape(())),
-        )
+        return _Ends(small, large, nan)
 
     def _two(self, ends: _Ends, indices: list, dim: int, row: Any, lo: Any, hi: Any) -> _Ends:
         """Two windows cover the interval."""
@@ -327,16 +334,19 @@ class _Walk:
         if e.op == "const" or e.op == "size":
             return 0, 0
         i = self.found[n]
-        if isinstance(i.lo, np.ndarray | np.generic) and isinstance(i.hi, np.ndarray | np.generic):
+        if _known(i.lo, i.hi):
             width = i.hi.astype(np.int64) - i.lo.astype(np.int64)
             return int(width.min()), int(width.max())
         if i.lo is i.hi:
             return 0, 0
-        widths = [self._width(m) for m in e.inputs]
-        if not widths or None in widths:
-            return None
+        widths = []
+        for m in e.inputs:
+            width = self._width(m)
+            if width is None:
+                return None
+            widths.append(width)
         if e.op in ("add", "sub"):
-            return tuple(map(sum, zip(*widths, strict=True)))
+            return sum(w[0] for w in widths), sum(w[1] for w in widths)
         if e.op == "wrap":
             return widths[0]
         if e.op in ("max", "min", "clamp"):
@@ -369,13 +379,19 @@ class _Walk:
         first = arrays[0].astype(a.dtype)
         second = first if arrays[1] is arrays[0] else arrays[1].astype(a.dtype)
         names = _names([first, second], shared)
-        found = [
+        one, other = (
             self._look_up(_Ends(x, x, None), e.inputs) for x, e in zip(names, (a, b), strict=True)
-        ]
-        one, other = found
+        )
         if self._where(*one[:2], *other[:2]) is jnp:
-            one, other = (_Ends(*map(jnp.asarray, x[:2]), None) for x in found)
+            one, other = (
+                _Ends(jnp.asarray(x.small), jnp.asarray(x.large), None) for x in (one, other)
+            )
         return (one.small > other.large) | (other.small > one.large)
+
+
+def _known(*arrays: Any) -> bool:
+    """Whether all are NumPy's: the others may be traced."""
+    return all(isinstance(x, np.ndarray | np.generic) for x in arrays)
 
 
 def _axes_of(index: Any) -> list[int]:
