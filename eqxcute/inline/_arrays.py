@@ -101,7 +101,7 @@ def _highest(dtype):
 
 
 def _all_bits(dtype):
-    return True if dtype == np.bool_ else ~np.zeros((), dtype)
+    return np.invert(np.zeros((), dtype))
 
 
 # The row that combines two elements, and the result of none.

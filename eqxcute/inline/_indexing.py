@@ -92,11 +92,11 @@ def read(walk: Any, array: Outer, indices: Sequence[int]) -> int:
     k = walk.operand(view.number, view.aval)
     places = []
     for d, size in enumerate(view.aval.shape):
-        fixed, own = view.fixed[d], view.dims[d]
-        if own is None:
-            places.append(_constant(build, k, d, size, fixed))
-        else:
+        own = view.dims[d]
+        if own is not None:
             places.append(_index(build, k, d, size, indices[own]))
+        else:
+            places.append(_constant(build, k, d, size, view.fixed[d] or 0))
     return build.read(k, places)
 
 

@@ -5,6 +5,7 @@ scan has, how a typed PRNG key computes. Versions differ; the differences end he
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,13 @@ def called(eqn: Any) -> Any:
             inner = eqn.params[name]
             return inner if hasattr(inner, "consts") else _Closed(inner)
     raise KeyError(eqn.primitive.name)
+
+
+def is_of_jax(eqn: Any, closed: Any) -> bool:
+    """Whether JAX wrote the function that is called. JAX keeps such jaxprs: their lines are those of the first caller."""
+    debug = getattr(closed.jaxpr, "debug_info", None)
+    file = getattr(debug, "func_filename", None) or ""
+    return "_prim" in eqn.params or file.startswith(os.path.dirname(str(jax.__file__)) + os.sep)
 
 
 def _expanded(primitive: Any) -> Any:

@@ -42,7 +42,7 @@ class Scalariser:
         self.regions: list[Region] = []
         self.operands: list[int] = []  # numbers of Outer values that are read
         self.outers = 0
-        self._inside = ""  # where what JAX expands while we trace comes from
+        self._inside = ""  # where the function of JAX that we are in is called
         self._constants: dict[int, tuple[Any, Outer]] = {}  # by identity
 
     # Values
@@ -138,14 +138,16 @@ class Scalariser:
         # What has an effect, such as `axis_index` in a shard_map, is known when it runs only.
         if not eqn.effects and all(isinstance(v, Known) for v in values):
             with jax.ensure_compile_time_eval(), jax.default_device(_jaxpr.host()):
-                return [Known(x) for x in _jaxpr.bind(eqn, [v.value for v in values])]
+                known = [v.value for v in values if isinstance(v, Known)]
+                return [Known(x) for x in _jaxpr.bind(eqn, known)]
         name = eqn.primitive.name
         if not any(isinstance(v, Scalars) for v in values):
             if name in _jaxpr.CALLS:
                 return self.closed(_jaxpr.called(eqn), values)
             avals = [v.aval for v in eqn.outvars]
             moves = name in _arrays.MOVES or name in _MORE_MOVES
-            outputs = self.prepare(functools.partial(_bind, eqn), values, avals, moves)
+            whole = [v for v in values if not isinstance(v, Scalars)]
+            outputs = self.prepare(functools.partial(_bind, eqn), whole, avals, moves)
             if moves and len(outputs) == 1:
                 outputs = [outputs[0]._replace(view=_indexing.view(eqn, values))]
             return list(outputs)
@@ -165,7 +167,7 @@ class Scalariser:
         return self._opaque(eqn, values, why)
 
     def place(self, eqn: Any) -> str:
-        """The user's line. What JAX expands while we trace has that of the call."""
+        """The user's line. What is inside one of JAX's own functions has that of the call."""
         return self._inside or self.where(eqn)
 
     @contextlib.contextmanager
@@ -214,7 +216,7 @@ class Scalariser:
             composite = _jaxpr.integer_division(eqn)
             if composite is not None:
                 return [self._elementwise(eqn, composite, values)]
-            return self.closed(_jaxpr.called(eqn), values)
+            return self._called(eqn, values)
         if name in _jaxpr.RULED:
             return self._ruled(eqn, values)
         special = _arrays.SPECIAL.get(name) or _SPECIAL.get(name)
@@ -406,10 +408,11 @@ class Scalariser:
         return list(outputs)
 
     def _called(self, eqn: Any, values: list[Value]) -> list[Value]:
-        if "_prim" not in eqn.params:
-            return self.closed(_jaxpr.called(eqn), values)
+        closed = _jaxpr.called(eqn)
+        if not _jaxpr.is_of_jax(eqn, closed):
+            return self.closed(closed, values)
         with self._within(eqn):
-            return self.closed(_jaxpr.called(eqn), values)
+            return self.closed(closed, values)
 
     def _own(self, numbers: np.ndarray, start: int, taken: set[int]) -> np.ndarray:
         """With floats that are older than `start`, or an output already, under new numbers: each has its own

@@ -5,6 +5,7 @@ import inspect
 import operator
 
 import inline_numpy
+import inline_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -720,3 +721,86 @@ def assert_opaque(fn, why):
     found = jitted(jax.vmap(lambda scalars: evaluate(program, scalars, captured)), columns)
     compare(found, jitted(jax.vmap(fn), *columns.values()))
     return program.code
+
+
+def test_a_message_names_its_own_caller():
+    """JAX keeps the jaxpr of `jnp.sort`, with the lines of who called it first."""
+
+    def first(x):
+        return jnp.sort(jnp.stack([x, x, x]))[0]
+
+    def second(x):
+        return jnp.sort(jnp.stack([x, x, x]))[0]
+
+    for fn in (first, second):
+        (reason,) = assert_opaque(fn, "`sort`").opaque
+        assert f"line {inspect.getsourcelines(fn)[1] + 1})" in reason
+
+
+# Dtypes
+
+OF_ANY_DTYPE = {
+    "identity": lambda x, _: x,
+    "weak int": lambda x, _: x * 2 + 1,
+    "weak float": lambda x, _: x * 0.5 - 0.25,
+    "compare": lambda x, _: x > 1,
+    "divide": lambda x, _: x / 3,
+    "floor": lambda x, _: x // 3,
+    "remainder": lambda x, _: x % 3,
+    "negative": lambda x, _: -x,
+    "abs": lambda x, _: jnp.abs(x),
+    "sign": lambda x, _: jnp.sign(x),
+    "power": lambda x, _: x**2,
+    "where": lambda x, _: jnp.where(x > 0, x, 0),
+    "maximum": lambda x, _: jnp.maximum(x, 1),
+    "clip": lambda x, _: jnp.clip(x, 1, 2),
+    "sum": lambda x, _: jnp.stack([x, x]).sum(),
+    "mean": lambda x, _: jnp.stack([x, x]).mean(),
+    "min": lambda x, _: jnp.stack([x, x]).min(),
+    "any": lambda x, _: jnp.stack([x, x]).any(),
+    "argmax": lambda x, _: jnp.argmax(jnp.stack([x, x])),
+    "dot": lambda x, _: jnp.dot(jnp.stack([x, x]), jnp.stack([x, x])),
+    "exp": lambda x, _: jnp.exp(x),
+    "round": lambda x, _: jnp.round(x),
+    "invert": lambda x, _: ~x,
+    "bits": lambda x, _: (x & 3) | (x << 2),
+    "read": lambda x, t: t[x.astype(jnp.int32)],
+    "fill": lambda x, t: jnp.take(t, x.astype(jnp.int32), mode="fill"),
+    **{f"to {d}": lambda x, _, d=d: x.astype(d) for d in inline_programs.all_dtypes()},
+}  # fmt: skip
+
+
+def _takes(fn, dtype):
+    try:
+        jax.eval_shape(fn, jax.ShapeDtypeStruct((), dtype), jnp.ones(2, dtype))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", [*inline_programs.all_dtypes(), "int64", "uint64", "float64"])
+def test_dtypes(dtype):
+    """In and out, with Python numbers, which are weak."""
+    with jax.enable_x64(dtype.endswith("64")), np.errstate(all="ignore"):
+        values = inline_programs.edge_values(dtype, 1, 20)
+        if jnp.issubdtype(dtype, jnp.floating):  # some flush subnormals, others do not
+            values = values[~((values != 0) & (np.abs(values) < jnp.finfo(dtype).tiny * 4))]
+        table = jnp.asarray(inline_programs.edge_values(dtype, 3, 20))
+        taken = {n: fn for n, fn in OF_ANY_DTYPE.items() if _takes(fn, dtype)}
+        assert len(taken) > 24
+
+        def all_of(x):
+            return {n: fn(x, table) for n, fn in taken.items()}
+
+        expected = jitted(jax.vmap(all_of), values)
+        for name, fn in taken.items():
+            program, captured = trace(lambda x, fn=fn: fn(x, table), {"x": dtype})
+            assert not program.code.opaque, name
+            run = inline_numpy.run_all
+            narrow = "float16" in program.code.text
+            if narrow:  # rounds after each operation, as JAX does
+                run = functools.partial(run_all, held=False)
+            found = run(program.code, {"x": values}, program.prepare(captured))
+            n, wanted = program.code.results[0], expected[name]
+            assert program.code.equations[n].dtype == wanted.dtype, name
+            compare(found[n], wanted, rtol=1e-2 if narrow else 1e-5)
