@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from . import _table
+from . import _logic, _table
 from ._interval import Interval, everything, point
 
 # What kernels compute with.
@@ -190,8 +190,11 @@ class Builder:
 
     def op(self, name: str, *inputs: int, **params: Any) -> int:
         """A row of the table. Returns an older value if that is what it must be."""
+        name, inputs = _logic.compared(self, name, inputs)
         intervals = tuple(self.intervals[n] for n in inputs)
         same = _simpler(self, name, inputs, intervals, params)
+        if same is None and name in ("not", "and", "or"):
+            same = _logic.combined(self, name, inputs)
         if same is not None:
             return same
         dtypes = tuple(self.equations[n].dtype for n in inputs)
@@ -200,6 +203,14 @@ class Builder:
         if interval.lo == interval.hi and not _is_float(dtype):
             return self.const(interval.lo, dtype)
         return self._append(Equation(name, dtype, inputs, given), interval)
+
+    def find(self, name: str, inputs: tuple[int, ...]) -> int | None:
+        """The number of a boolean equation without parameters, if it is there."""
+        equation = Equation(name, "bool", inputs)
+        for scope in reversed(self._known):
+            if equation in scope:
+                return scope[equation]
+        return None
 
     def is_const(self, n: int) -> bool:
         return self.equations[n].op == "const"

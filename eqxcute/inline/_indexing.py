@@ -58,6 +58,8 @@ def _from_end(build: Any, i: int, size: int) -> int | None:
         return None
     inner, test, moved = e.inputs[1], build.equations[e.inputs[0]], build.equations[e.inputs[2]]
     below = test.op == "lt" and test.inputs[0] == inner and _is_number(build, test.inputs[1], 0)
+    source = build.equations[inner]  # the normal form of `a - b < 0` is `a < b`
+    below = below or (test.op == "lt" and source.op == "sub" and test.inputs == source.inputs)
     added = (
         moved.op == "add" and moved.inputs[0] == inner and _is_number(build, moved.inputs[1], size)
     )
