@@ -24,6 +24,14 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line(
+        "markers", "slow: long enumerations that hardly depend on versions: CI runs them once"
+    )
+
+
+def pytest_xdist_auto_num_workers(config):
+    """`-n auto`, as pyproject.toml has it: one process for one GPU, and no more than pay for their start."""
+    return 1 if config.getoption("--expect-gpu") else min(os.cpu_count() or 1, 4)
 
 
 def _has_gpu() -> bool:

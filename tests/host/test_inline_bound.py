@@ -84,6 +84,7 @@ def assert_sound(seed: int, run=run_all, code: Code | None = None, xp=np) -> Non
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_random_programs_stay_in_their_intervals(block):
     for seed in range(1000 * block, 1000 * (block + 1)):

@@ -187,6 +187,7 @@ def test_no_integer_escapes(dtype, arity):
     _check(dtype, arity, held=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("arity", [1, 2])
 @pytest.mark.parametrize("held", [False, True])
@@ -299,6 +300,7 @@ def test_what_masks_are_made_of_is_exact(name, dtype):
     assert not shown, shown[:5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bool", "int32", "uint32", "float32"])
 def test_rules_are_the_same_as_xla_operations(dtype):
     """Inside a program the same rules run in XLA."""
