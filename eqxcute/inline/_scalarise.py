@@ -415,13 +415,16 @@ class Scalariser:
             return self.closed(closed, values)
 
     def _own(self, numbers: np.ndarray, start: int, taken: set[int]) -> np.ndarray:
-        """With floats that are older than `start`, or an output already, under new numbers: each has its own
-        derivative."""
-        result = []
+        """The outputs of a region from `start` on, under numbers that say no more than that.
+
+        A float that is older, or an output already, has its own derivative here. An integer or boolean must hide what
+        it is made of inside: the builder simplifies by looking at that.
+        """
+        result, equations = [], self.build.equations
         for n in map(int, numbers.reshape(-1)):
-            if jnp.issubdtype(self.build.equations[n].dtype, jnp.floating) and (
-                n < start or n in taken
-            ):
+            is_float = jnp.issubdtype(equations[n].dtype, jnp.floating)
+            hides = n >= start and equations[n].inputs
+            if (n < start or n in taken) if is_float else hides:
                 n = self.build.copy(n)
             taken.add(n)
             result.append(n)

@@ -163,6 +163,10 @@ INDEXING = {
     "array index": lambda i: v5[jnp.stack([i, i + 1])].sum(),
     "grid": lambda i, j: m34[jnp.stack([i, j])[:, None], jnp.array([0, 2])].sum(),
     "roll": lambda i: jnp.roll(f5, i)[1],
+    "not from the end": lambda i: v5.at[jnp.where(i < 0, i + 3, i)].get(
+        mode="clip", wrap_negative_indices=False
+    ),
+    "by its size": lambda i: v5.at[i + 5].get(mode="clip", wrap_negative_indices=False),
     "gather rows": lambda h: m34[jnp.minimum(h, 2)].max(),
 }
 
@@ -534,6 +538,12 @@ def both(x):
 
 
 @jax.custom_vjp
+def sines(x):
+    y = jnp.sin(x)
+    return y, y
+
+
+@jax.custom_vjp
 def swapped(x, y):
     return y, x
 
@@ -558,6 +568,13 @@ def with_index(i, x):
     return i + 1, x * i
 
 
+@jax.custom_vjp
+def with_parts(i, x):
+    """What its integers and booleans are made of is known inside only."""
+    part = (i % 8) * 2
+    return part - 3, ~(part < 4), jnp.where(part < 2, part, part + 5), x * part
+
+
 @jax.custom_jvp
 def outermost(x):
     return tripled(x) + jnp.sin(x)
@@ -573,9 +590,11 @@ for rule, factor in ((tripled, 3), (squares, 4), (outermost, 100), (hard, 11)):
     rule.defjvp(lambda p, t, rule=rule, factor=factor: (rule(*p), t[0] * factor))
 same.defvjp(lambda x: (x, None), lambda _, g: (g * 10,))
 both.defvjp(lambda x: ((x, x), None), lambda _, g: (g[0] * 2 + g[1] * 5,))
+sines.defvjp(lambda x: (sines(x), None), lambda _, g: (g[0] * 2 + g[1] * 5,))
 swapped.defvjp(lambda x, y: ((y, x), None), lambda _, g: (g[0] * 2, g[1] * 5))
 three.defvjp(lambda x: (jnp.float32(3), None), lambda _, g: (g * 7,))
 entry.defvjp(lambda t, i: (t[i], t.shape), lambda shape, g: (jnp.full(shape, g * 2), None))
+with_parts.defvjp(lambda i, x: (with_parts(i, x), None), lambda _, g: (None, g[3] * 8))
 with_index.defvjp(lambda i, x: ((i + 1, x * i), None), lambda _, g: (None, g[1] * 6))
 
 # From a captured table to a function.
@@ -584,6 +603,8 @@ RULED = {
     "an input": lambda t: lambda x, i: same(x) * t[i],
     "an input twice": lambda t: lambda x, i: (lambda a, b: a * 3 + b * t[i])(*both(x)),
     "inputs": lambda t: lambda x, i: (lambda a, b: a * 3 + b * 7)(*swapped(x, t[i])),
+    "a result twice": lambda t: lambda x, i: (lambda a, b: a * 3 + b * t[i])(*sines(x)),
+    "a constant of another": lambda t: lambda x, i: three(tripled(x)) * t[i],
     "a constant": lambda t: lambda x, i: three(x) * t[i],
     "of a captured array": lambda t: lambda x, i: entry(t, i) * x,
     "of a captured number": lambda t: lambda x, i: swapped(t[0], x)[1] * x + same(t[1]),
@@ -591,6 +612,9 @@ RULED = {
     "of an array": lambda t: lambda x, i: squares(jnp.stack([x, x + 1])).sum() * t[i],
     "an element": lambda t: lambda x, i: squares(jnp.stack([x, x + 1]))[i % 2] * t[i],
     "of an index": lambda t: lambda x, i: (lambda a, b: b * t[a])(*with_index(i % 4, x)),
+    "of parts": lambda t: lambda x, i: (
+        lambda a, b, c, d: d * jnp.where((a <= 0) & ~b, t[jnp.minimum(c, 4)], 3)
+    )(*with_parts(i, x)),
     "nested": lambda t: lambda x, i: outermost(x) * t[i] + tripled(x),
     "twice": lambda t: lambda x, i: tripled(x) + tripled(x) * t[i] + x * 2,
     "equal outside after": lambda t: lambda x, i: tripled(x) + x * 2,
@@ -647,6 +671,12 @@ def test_derivative_rules_are_kept():
             values = inline_numpy.run_all(program.code, {"x": x, "i": i}, program.prepare(captured))
             total = weights @ values[program.code.results[0]]
             np.testing.assert_allclose(total, expected[name][0], 1e-4, 1e-4, err_msg=name)
+
+
+def test_a_rule_gets_captured_numbers_as_values():
+    """So that what is read is seen by who differentiates with respect to it."""
+    program, _ = trace(RULED["of a captured number"](f5), {"x": "float32", "i": "int32"})
+    assert [type(v).__name__ for r in program.regions for v in r.inputs] == ["Scalars", "Scalars"]
 
 
 def test_a_view_is_no_operand():
