@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
