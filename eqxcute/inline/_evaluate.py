@@ -94,7 +94,7 @@ def _run_region(region: Region, values, outside, settle) -> None:
     reads = any(isinstance(v, Outer) for v in region.inputs)
     results = region.run(*map(whole, region.inputs))
     for out, result in zip(region.outputs, results, strict=True):
-        if jax.dtypes.issubdtype(out.aval.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(out.aval.dtype, jax.dtypes.prng_key):
             result = jax.random.key_data(result)
         flat = jnp.ravel(result)
         for i, n in enumerate(out.numbers.reshape(-1)):
@@ -111,6 +111,6 @@ def _assembled(v: Scalars, values) -> Any:
         if parts
         else jnp.zeros(v.numbers.shape, word_dtype(v.aval))
     )
-    if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=v.aval.dtype._impl.name)
     return array

@@ -129,7 +129,7 @@ def key_implementation(dtype: Any) -> Any:
 
 
 def is_key(aval: Any) -> bool:
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def word_shape(aval: Any) -> tuple[int, ...]:
