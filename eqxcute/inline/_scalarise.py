@@ -69,7 +69,7 @@ class Scalariser:
             self._check_small(array.shape)
             numbers = [self.build.const(x, array.dtype) for x in array.reshape(-1)]
             return Scalars(numbered(numbers, array.shape), aval)
-        if jax.dtypes.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
             return self._key_words(value)
         self._check_small(value.aval.shape)
         indices = [
