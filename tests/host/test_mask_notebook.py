@@ -55,6 +55,13 @@ def test_nothing_is_traced_again(printed):
     assert of(printed, "traces += 1") == ["three masks, traces: 1\n"]
 
 
+def test_tiles_are_drawn(printed):
+    (tiles,) = of(printed, "tile_map(SameFile")
+    lines = tiles.splitlines()
+    assert "empty=43, partial=14, full=7" in lines[0]
+    assert lines[3] == "▒▒▒·····"
+
+
 def test_the_hole_is_open_and_the_answer_fills_it(printed):
     hole, answer = of(printed, "check(Prompt")
     assert "not yet equal" in hole
