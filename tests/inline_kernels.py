@@ -243,9 +243,7 @@ def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     return np.where(lost | zero, np.inf, np.where(np.isnan(want), 0.0, error))
 
 
-def allowed(op: str) -> float:
-    """Units in the last place of float32 by which a row may be off."""
-    return 3.0 if op == "tan" else 2.0
+ALLOWED = 2.0  # units in the last place of float32 by which a row may be off
 
 
 def complaints(
@@ -269,7 +267,7 @@ def complaints(
                 error = _errors_of(code, n, operands, got, contracted)
             j = int(error.argmax())
             worst[e.op] = max(worst.get(e.op, 0.0), float(error[j]))
-            if error[j] > allowed(e.op):
+            if error[j] > ALLOWED:
                 inputs = ", ".join(f"{code.equations[m].dtype} {got[m][j]}" for m in e.inputs)
                 found.append(
                     f"code {i}: v{n} = {e.op}{dict(e.params)}({inputs}) gave {e.dtype} {got[n][j]}, off by {error[j]:.3g}"

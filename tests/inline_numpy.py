@@ -124,6 +124,17 @@ def _logistic(x):
     return 1 / (1 + np.exp(-x))
 
 
+def _larger(a, b):
+    """NumPy returns any of two zeros."""
+    found = np.maximum(a, b)
+    return np.where(a == b, np.where(np.signbit(a), b, a), found) if _is_float(found) else found
+
+
+def _smaller(a, b):
+    found = np.minimum(a, b)
+    return np.where(a == b, np.where(np.signbit(a), a, b), found) if _is_float(found) else found
+
+
 ROWS: dict[str, Callable] = {
     "add": np.add,
     "sub": np.subtract,
@@ -137,9 +148,9 @@ ROWS: dict[str, Callable] = {
     "neg": np.negative,
     "sign": _sign,
     "abs": np.abs,
-    "max": np.maximum,
-    "min": np.minimum,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "max": _larger,
+    "min": _smaller,
+    "clamp": lambda low, x, high: _smaller(_larger(x, low), high),
     "square": lambda x: x * x,
     "integer_pow": _power,
     "pow": np.power,

@@ -10,8 +10,19 @@ a shift that is too long, the clamp of an index. The compiler folds what constan
 
 16-bit floats are held in float32. They are rounded when they become a result, when their bits are taken, and where the
 program converts to them.
+
+Three things look like detours, and are not. They stand where a compiler below changes what a program means:
+
+- ptxas (of CUDA 13.4 at least) takes `x >= c` of float32 as true where it knows that x, unless it is NaN, is so: of a
+  square, an `ex2`, a sum of such, whatever lies above c. It leaves unordered comparisons alone, so that ordered ones are
+  written as `not (x < c or unordered)`: one instruction all the same (`_fcmp`). LLVM makes such a comparison of a
+  minimum with a constant, so that minima are NVVM's own instruction (`_extreme`).
+- MLIR rounds once where an integer is converted to float32 and then to 16 bits, JAX twice (`_integer_to_float`).
+- MLIR computes atan2(0, 0) as NaN, and turns powf into square roots, which -inf and -0 do not survive. CUDA's functions
+  are called by their own names (`_LIBRARY`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +31,7 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, llvm, math as mlir_math
+from cutlass._mlir.dialects import arith, llvm, math as mlir_math, nvvm
 
 from .._dtypes import CUTE_NAMES
 from ._interval import Interval
@@ -177,8 +188,15 @@ def _icmp(name: str, a: Any, b: Any) -> Any:
     return arith.cmpi(getattr(arith.CmpIPredicate, name), a, b)
 
 
+_INVERSE = {"OLT": "geu", "OLE": "gtu", "OGT": "leu", "OGE": "ltu"}
+
+
 def _fcmp(name: str, a: Any, b: Any) -> Any:
-    return arith.cmpf(getattr(arith.CmpFPredicate, name), a, b)
+    """Ordered ones of float32 as the negation of their inverses: see the top of this file."""
+    if name not in _INVERSE or a.type != ir.F32Type.get():
+        return arith.cmpf(getattr(arith.CmpFPredicate, name), a, b)
+    ptx = f"{{ .reg .pred p; setp.{_INVERSE[name]}.f32 p, $1, $2; not.pred $0, p; }}"
+    return llvm.inline_asm(ir.IntegerType.get_signless(1), [a, b], ptx, "=b,f,f")
 
 
 def _not(x: Any) -> Any:
@@ -190,6 +208,13 @@ def _rounded(x: Any, dtype: str) -> Any:
     if dtype not in _SIXTEEN:
         return x
     return arith.extf(ir.F32Type.get(), arith.truncf(_sixteen_type(dtype), x))
+
+
+def _keeping_nan(x: Value, found: Any) -> Any:
+    """For the library's functions of float32 that lose the NaN `x` if ptxas takes one of their comparisons as true."""
+    if not x.range.nan or x.dtype == "float64":
+        return found
+    return arith.select(_fcmp("UNO", x.ir, x.ir), x.ir, found)
 
 
 def _contains(x: Value, value: int) -> bool:
@@ -286,13 +311,9 @@ def _div(to, a, b):
 @_row("rem")
 def _rem(to, a, b):
     if _is_float(to.dtype):
-        return _fmod(a.ir, b.ir)
+        return _keeping_nan(b, arith.remf(a.ir, b.ir))
     d = _divided(to.dtype, a, b)
     return d.r if d.by_zero is None else arith.select(d.by_zero, a.ir, d.r)
-
-
-def _fmod(a, b):
-    return arith.remf(a, b)
 
 
 def _crosses(d: _Division) -> Any:
@@ -351,9 +372,12 @@ def _abs(to, a):
 
 
 def _extreme(which: str, dtype: str, a, b):
-    """A NaN is kept, and -0 is below +0: `max.NaN`, in one instruction."""
-    if _is_float(dtype):
-        return (arith.maximumf if which == "max" else arith.minimumf)(a, b)
+    """A NaN is kept, and -0 is below +0: `max.NaN`, in one instruction for float32."""
+    if _is_float(dtype) and dtype != "float64":
+        return (nvvm.fmax if which == "max" else nvvm.fmin)(a, b, nan=True)
+    if _is_float(dtype):  # `max.f64` knows the order of zeros, LLVM's maximum of float64 does not
+        found = llvm.call_intrinsic(a.type, f"llvm.nvvm.f{which}.d", [a, b], [], [])
+        return arith.select(_fcmp("UNO", a, b), arith.addf(a, b), found)
     sign = "si" if _is_signed(dtype) else "ui"
     return getattr(arith, which + sign)(a, b)
 
@@ -481,14 +505,14 @@ def _wrap(to, x, size):
 def _convert(to, a, *, new_dtype):
     x, source, target = a.ir, a.dtype, _type(new_dtype)
     if source == new_dtype:
-        return x
+        return _rounded(x, new_dtype)
     if new_dtype == "bool":
         if _is_float(source):
             return _fcmp("UNE", x, _like(x, 0.0))  # NaN is true
         return _icmp("ne", x, _like(x, 0))
     if _is_float(new_dtype):
         if not _is_float(source):
-            x = (arith.sitofp if _is_signed(source) else arith.uitofp)(target, x)
+            x = _integer_to_float(x, source, target)
         elif _bits(source) != _bits(new_dtype):
             x = (arith.extf if _bits(source) < 64 else arith.truncf)(target, x)
         return _rounded(x, new_dtype)
@@ -497,6 +521,11 @@ def _convert(to, a, *, new_dtype):
     if _bits(new_dtype) <= _bits(source):
         return x if _bits(new_dtype) == _bits(source) else arith.trunci(target, x)
     return (arith.extsi if _is_signed(source) else arith.extui)(target, x)
+
+
+def _integer_to_float(x, source: str, target: Any):
+    """LLVM's operation: a rounding to 16 bits that follows stays one of its own."""
+    return (llvm.sitofp if _is_signed(source) else llvm.uitofp)(target, x)
 
 
 def _float_to_integer(a: Value, dtype: str):
@@ -516,6 +545,9 @@ def _float_to_integer(a: Value, dtype: str):
 
 def _saturated(x, which: str, bits: int):
     """To a signed (`s`) or unsigned (`u`) integer; `arith` leaves open what is out of range, and LLVM uses that."""
+    if which == "u" and bits == 32 and x.type == ir.F32Type.get():  # LLVM would compare first
+        target = ir.IntegerType.get_signless(32)
+        return llvm.inline_asm(target, [x], "cvt.rzi.u32.f32 $0, $1;", "=r,f")
     name = f"llvm.fpto{which}i.sat.i{bits}.f{64 if x.type == ir.F64Type.get() else 32}"
     return llvm.call_intrinsic(ir.IntegerType.get_signless(bits), name, [x], [], [])
 
@@ -590,14 +622,13 @@ def _library(row: str, name: str = "") -> None:
     EMIT[row] = emit
 
 
-# Within 2 units in the last place of float32, but for tan (3).
+# Within 2 units in the last place of float32, on hardware too.
 for _name in (
     "floor",
     "ceil",
     "sqrt",
     "log",
     "log1p",
-    "expm1",
     "erf",
     "erfc",
     "cbrt",
@@ -605,9 +636,127 @@ for _name in (
     "cos",
 ):
     _library(_name)
-for _name in ("tan", "asin", "acos", "atan", "asinh", "acosh", "atan2"):
+for _name in ("asin", "acos", "atan", "asinh", "acosh"):
     _library(_name)
-_library("pow", "powf")
+
+
+def _of_cuda(name: str, arity: int) -> dict[str, Any]:
+    """A function of CUDA's library by its own name, for float32 and float64."""
+    return {
+        dtype: cute.ffi(name=f"__nv_{name}{suffix}", params_types=[kind] * arity, return_type=kind)
+        for dtype, suffix, kind in (
+            ("float32", "f", cutlass.Float32),
+            ("float64", "", cutlass.Float64),
+        )
+    }
+
+
+_LIBRARY = {
+    name: _of_cuda(name, arity) for name, arity in (("erfinv", 1), ("atan2", 2), ("pow", 2))
+}
+
+
+def _called(name: str, *inputs):
+    dtype = "float64" if inputs[0].type == ir.F64Type.get() else "float32"
+    kind = cute_type(dtype)
+    return _LIBRARY[name][dtype](*map(kind, inputs)).ir_value()
+
+
+@_row("atan2")
+def _atan2(to, a, b):
+    return _called("atan2", a.ir, b.ir)
+
+
+@_row("pow")
+def _pow(to, a, b):
+    """CUDA's, but for squares and square roots."""
+    x = a.ir
+    power = None if b.constant is None else float(b.constant)
+    if power == 2.0:
+        return arith.mulf(x, x)
+    if power == 0.5:  # of -0 it is +0, of -inf it is +inf
+        root = mlir_math.sqrt(arith.addf(x, _like(x, 0.0)))
+        return arith.select(_fcmp("OEQ", x, _like(x, -math.inf)), _like(x, math.inf), root)
+    return _called("pow", x, b.ir)
+
+
+# The bits of 2 / pi behind the point, and pi / 2 over 2^64 in two parts.
+_TWO_OVER_PI = (
+    *(0xA2F9836E, 0x4E441529, 0xFC2757D1, 0xF534DDC0),
+    *(0xDB629599, 0x3C439041, 0xFE5163AB),
+)
+_QUARTER = (1.57079637 * 2.0**-64, -4.37113900e-8 * 2.0**-64)
+_TAN = (  # (tan(x) / x - 1) / x^2 in x^2
+    *(0.333333343, 0.133332312, 0.0539944656, 0.0216211267),
+    *(0.0099621471, 0.0011853216, 0.00384313986),
+)
+
+
+def _by_quarter_turns(x):
+    """x > 0.5 as n quarter turns and an angle from -pi/4 to pi/4: n's lowest bits, the angle and what it lacks.
+
+    x = m 2^e with an integer m of 24 bits. Of 2 / pi only those 96 bits count whose products with m and 2^e lie between
+    2 and 2^-94: Payne and Hanek 1983, "Radian reduction for trigonometric functions".
+    """
+    i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+    bits = arith.bitcast(i32, x)
+    m = arith.ori(arith.andi(bits, _like(bits, 0x7FFFFF)), _like(bits, 0x800000))
+    first = arith.subi(arith.shrui(bits, _like(bits, 23)), _like(bits, 120))  # e + 30
+    words = [_like(bits, w) for w in (0, *_TWO_OVER_PI)]  # so the first bit needed is number e + 30
+    for shift, kept in ((4, 7), (2, 5), (1, 4)):  # by whole words
+        chosen = arith.andi(first, _like(bits, 32 * shift))
+        moves = _icmp("ne", chosen, _like(bits, 0))
+        words = [
+            arith.select(moves, words[k + shift], words[k]) if k + shift < len(words) else words[k]
+            for k in range(kept)
+        ]
+    by = arith.andi(first, _like(bits, 31))
+    shifted = [
+        llvm.call_intrinsic(i32, "llvm.fshl.i32", [*pair, by], [], [])
+        for pair in itertools.pairwise(words)
+    ]
+    high, middle, low = (arith.extui(i64, w) for w in shifted)
+    factor, half = arith.extui(i64, m), _like(high, 32)
+    middle = arith.addi(arith.muli(middle, factor), arith.shrui(arith.muli(low, factor), half))
+    turns = arith.addi(arith.shli(arith.muli(high, factor), half), middle)  # times 2^-62
+    n = arith.shrui(arith.addi(turns, _like(turns, 1 << 61)), _like(turns, 62))
+    rest = arith.shli(turns, _like(turns, 2))  # signed, times 2^-64
+    angle = arith.sitofp(x.type, rest)
+    missing = arith.sitofp(x.type, arith.subi(rest, _saturated(angle, "s", 64)))
+    # (angle + missing) (c + c_rest)
+    c, c_rest = (_like(x, v) for v in _QUARTER)
+    r = arith.mulf(angle, c)
+    r_rest = mlir_math.fma(angle, c, arith.negf(r))
+    r_rest = mlir_math.fma(angle, c_rest, mlir_math.fma(missing, c, r_rest))
+    return arith.trunci(i32, n), r, r_rest
+
+
+@_row("tan")
+def _tan(to, a):
+    """tan or -1 / tan of the angle that quarter turns leave. The library's is off by up to 2.6 units."""
+    if to.dtype == "float64":
+        return mlir_math.tan(a.ir)
+    fma, neg, x = mlir_math.fma, arith.negf, mlir_math.absf(a.ir)
+    n, r, r_rest = _by_quarter_turns(x)
+    near = _fcmp("OLT", x, _like(x, 0.785))
+    r, r_rest = (arith.select(near, v, w) for v, w in ((x, r), (_like(x, 0.0), r_rest)))
+    # tan(r + r_rest) = r + rest, since tan' = 1 + tan^2.
+    square = arith.mulf(r, r)
+    cube = arith.mulf(arith.mulf(r, square), _horner(square, _TAN))
+    tan = arith.addf(r, cube)
+    rest = arith.addf(cube, arith.mulf(r_rest, fma(tan, tan, _like(x, 1.0))))
+    tan = arith.addf(r, rest)
+    rest = arith.addf(rest, arith.subf(r, tan))
+    inverse = _rcp(tan)
+    missing = fma(neg(inverse), rest, fma(neg(inverse), tan, _like(x, 1.0)))
+    turned = neg(fma(inverse, missing, inverse))
+    odd = _icmp("ne", arith.andi(n, _like(n, 1)), _like(n, 0))
+    odd = arith.andi(odd, _not(near))
+    found = arith.addf(
+        arith.select(odd, turned, tan), arith.subf(x, x)
+    )  # infinity - infinity is NaN
+    sign = arith.andi(_to_memory(a.ir, "float32"), _like(n, 1 << 31))
+    return arith.bitcast(x.type, arith.xori(_to_memory(found, "float32"), sign))
 
 
 def _is_fast(to: To) -> bool:
@@ -625,7 +774,16 @@ def _exp(to, a):
 @_row("exp2")
 def _exp2(to, a):
     """Fast: `ex2.approx`, right to 2^-22."""
-    return _ex2(a.ir) if _is_fast(to) else mlir_math.exp2(a.ir)
+    x = a.ir
+    if _is_fast(to):
+        return _ex2(x)
+    if to.dtype == "float64":
+        return mlir_math.exp2(x)
+    # From these ends on it is 0 or infinite. The library's is off by nearly 2 units.
+    x = _extreme("min", "float32", _extreme("max", "float32", x, _like(x, -151.0)), _like(x, 129.0))
+    k = mlir_math.roundeven(x)
+    r = arith.mulf(arith.subf(x, k), _like(x, math.log(2)))
+    return _scaled(k, mlir_math.fma(r, _horner(r, _EXPM1), _like(x, 1.0)))[0]
 
 
 def _ex2(x):
@@ -637,7 +795,12 @@ def _tanh(to, a):
     """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11."""
     if _is_fast(to) and to.fast == "bfloat16":
         return cute.math.tanh(cutlass.Float32(a.ir), approx=True).ir_value()
-    return mlir_math.tanh(a.ir)
+    return _keeping_nan(a, mlir_math.tanh(a.ir))
+
+
+@_row("expm1")
+def _expm1(to, a):
+    return _keeping_nan(a, mlir_math.expm1(a.ir))
 
 
 @_row("logistic")
@@ -649,37 +812,80 @@ def _logistic(to, a):
         e = _ex2(arith.mulf(x, _like(x, -math.log2(math.e))))
         return cute.arch.rcp_approx(cutlass.Float32(arith.addf(one, e))).ir_value()
     # exp of what is not positive: it neither overflows nor is lost beside 1 where it is the answer.
-    e = mlir_math.exp(arith.negf(mlir_math.absf(x)))
+    e = _exp_of_negative(to.dtype, arith.negf(mlir_math.absf(x)))
     # e / (1 + e) = e - e q, and 1 / (1 + e) = 1 - q, with q = e / (1 + e): the roundings of q hardly count.
     q = arith.divf(e, arith.addf(one, e))
     whole = arith.select(_fcmp("OLT", x, _like(x, 0.0)), e, one)
     return mlir_math.fma(arith.negf(whole), q, whole)
 
 
-# Half of exp(x) is this times exp(x - _SHIFT). x - _SHIFT is exact for large x, and this is nearly a float32 number.
-_SHIFT = 2.0261764526367188
-_HALF_OF_EXP = math.exp(_SHIFT) / 2
+def _exp_of_negative(dtype: str, x):
+    if dtype == "float64":
+        return mlir_math.exp(x)
+    e = _exp_parts(_extreme("max", dtype, x, _like(x, -105.0)))  # from there on it is 0
+    return _scaled(e.k, e.p)[0]
 
 
-def _grown(name: str, to: To, a: Value):
-    """sinh or cosh. The library's lose a unit where exp would overflow, and there half of exp is all there is."""
-    x, size = a.ir, mlir_math.absf(a.ir)
-    found = getattr(mlir_math, name)(x)
-    if to.dtype == "float64":
-        return found
-    large = arith.mulf(mlir_math.exp(arith.subf(size, _like(x, _SHIFT))), _like(x, _HALF_OF_EXP))
-    large = mlir_math.copysign(large, x) if name == "sinh" else large
-    return arith.select(_fcmp("OGT", size, _like(x, 80.0)), large, found)
+class _Exp(NamedTuple):
+    """exp = 2^k (p + rest), with p from 0.7 to 1.42: right to 2^-26, where `ex2.approx` may be off by 2^-22."""
+
+    k: Any
+    p: Any
+    rest: Any
+
+
+def _exp_parts(x) -> _Exp:
+    fma, one = mlir_math.fma, _like(x, 1.0)
+    k = mlir_math.roundeven(arith.mulf(x, _like(x, math.log2(math.e))))
+    r = fma(k, _like(x, -0.693359375), x)  # log 2 in two parts; products with the first are exact
+    r = fma(k, _like(x, 2.12194440e-4), r)
+    g = _horner(r, _EXPM1)
+    p = fma(r, g, one)
+    return _Exp(k, p, fma(r, g, arith.subf(one, p)))
+
+
+def _scaled(k, *values) -> list[Any]:
+    """Times 2^k, in two steps: k reaches beyond the exponents."""
+    whole = _saturated(k, "s", 32)
+    half = arith.shrsi(whole, _like(whole, 1))
+    for part in (half, arith.subi(whole, half)):
+        bits = arith.shli(arith.addi(part, _like(part, 127)), _like(part, 23))
+        values = [arith.mulf(v, arith.bitcast(v.type, bits)) for v in values]
+    return values
+
+
+def _grown(x):
+    """exp(|x|) / 2 as a sum of two numbers, of which the second holds exp(-|x|) / 2 too, and exp(-|x|) / 2."""
+    size = _extreme("min", "float32", mlir_math.absf(x), _like(x, 100.0))
+    e = _exp_parts(size)
+    half, rest = _scaled(arith.subf(e.k, _like(x, 1.0)), e.p, e.rest)
+    return half, rest, arith.mulf(_rcp(half), _like(x, 0.25))
+
+
+def _rcp(x):
+    return cute.arch.rcp_approx(cutlass.Float32(x)).ir_value()
 
 
 @_row("sinh")
 def _sinh(to, a):
-    return _grown("sinh", to, a)
+    """(exp(|x|) - exp(-|x|)) / 2 from 1 on, else a polynomial."""
+    x = a.ir
+    if to.dtype == "float64":
+        return mlir_math.sinh(x)
+    half, rest, other = _grown(x)
+    large = mlir_math.copysign(arith.addf(half, arith.subf(rest, other)), x)
+    square = arith.mulf(x, x)
+    small = mlir_math.fma(arith.mulf(x, square), _horner(square, _SINH), x)
+    return arith.select(_fcmp("OLT", mlir_math.absf(x), _like(x, 1.0)), small, large)
 
 
 @_row("cosh")
 def _cosh(to, a):
-    return _grown("cosh", to, a)
+    """(exp(|x|) + exp(-|x|)) / 2."""
+    if to.dtype == "float64":
+        return mlir_math.cosh(a.ir)
+    half, rest, other = _grown(a.ir)
+    return arith.addf(half, arith.addf(rest, other))
 
 
 @_row("atanh")
@@ -707,6 +913,12 @@ _ERF = (
     0.00520562986,
     -0.000779316469,
 )  # erf(x) / x in x^2
+_SINH = (
+    0.166666672,
+    0.00833333936,
+    0.000198381022,
+    2.80628024e-06,
+)  # (sinh(x) / x - 1) / x^2 in x^2
 _EXPM1 = (1.0, 0.5, 0.166665047, 0.0416663513, 0.00836917758, 0.00139411492)  # (exp(x) - 1) / x
 _ERFCX = (  # erfc(x) exp(x^2) (1 + 2x) - 1, in (x - 2.5) / (x + 2.5)
     *(0.264838189, -0.122356765, -0.0990243703, 0.157630041, -0.102970548),
@@ -721,12 +933,14 @@ def _erfc(to, a):
     The library's is off by up to 3.4 units, and jax.nn.gelu is made of it. erfcx(x) (1 + 2x) is nearly constant: Shepherd
     and Laframboise 1981, "Chebyshev approximation of (1 + 2x) exp(x^2) erfc x".
     """
-    if to.dtype == "float64":
-        return mlir_math.erfc(a.ir)
-    fma, x, neg = mlir_math.fma, a.ir, arith.negf
+    return mlir_math.erfc(a.ir) if to.dtype == "float64" else _erfc_of(a.ir)
+
+
+def _erfc_of(x):
+    fma, neg = mlir_math.fma, arith.negf
     one, size = _like(x, 1.0), mlir_math.absf(x)
     near = fma(neg(x), _horner(arith.mulf(x, x), _ERF), one)
-    far = _scaled_erfc(arith.minimumf(size, _like(x, 10.5)))  # from there on it is 0
+    far = _scaled_erfc(_extreme("min", "float32", size, _like(x, 10.5)))  # from there on it is 0
     far = arith.select(_fcmp("OLT", x, _like(x, 0.0)), arith.subf(_like(x, 2.0), far), far)
     return arith.select(_fcmp("OLE", size, _like(x, 0.46875)), near, far)
 
@@ -734,60 +948,32 @@ def _erfc(to, a):
 def _scaled_erfc(x):
     """erfc for x from 0.46875 to 10.5."""
     fma, neg, one = mlir_math.fma, arith.negf, _like(x, 1.0)
-
-    def reciprocal(y):
-        return cute.arch.rcp_approx(cutlass.Float32(y)).ir_value()
-
     # erfcx(x) = (1 + w) / (1 + 2x) = y + rest.
     centre = _like(x, 2.5)
-    w = _horner(arith.mulf(arith.subf(x, centre), reciprocal(arith.addf(x, centre))), _ERFCX)
+    w = _horner(arith.mulf(arith.subf(x, centre), _rcp(arith.addf(x, centre))), _ERFCX)
     below = fma(x, _like(x, 2.0), one)
     below_rest = fma(x, _like(x, 2.0), neg(arith.subf(below, one)))
-    inverse = reciprocal(below)
+    inverse = _rcp(below)
     y = fma(inverse, w, inverse)
     missing = arith.addf(fma(neg(y), below_rest, fma(neg(y), below, one)), w)
     rest = arith.mulf(missing, inverse)
     # exp(-x^2) = 2^k (p + p_rest) (1 - square_rest).
     square = arith.mulf(x, x)
     square_rest = fma(x, x, neg(square))
-    k = mlir_math.roundeven(arith.mulf(square, _like(x, -math.log2(math.e))))
-    r = fma(
-        k, _like(x, -0.693359375), neg(square)
-    )  # log 2 in two parts; products with the first are exact
-    r = fma(k, _like(x, 2.12194440e-4), r)
-    g = _horner(r, _EXPM1)
-    p = fma(r, g, one)
-    p_rest = fma(r, g, arith.subf(one, p))
-    found = fma(p, y, fma(p, fma(neg(y), square_rest, rest), arith.mulf(p_rest, y)))
-    # 2^k in two steps: k reaches below the smallest exponent.
-    whole = _saturated(k, "s", 32)
-    half = arith.shrsi(whole, _like(whole, 1))
-    for part in (half, arith.subi(whole, half)):
-        bits = arith.shli(arith.addi(part, _like(part, 127)), _like(part, 23))
-        found = arith.mulf(found, arith.bitcast(x.type, bits))
-    return found
-
-
-# CUDA's library has it, and neither MLIR nor CuTe has a name for it.
-_ERF_INV = {
-    dtype: cute.ffi(name=name, params_types=[kind], return_type=kind)
-    for dtype, name, kind in (
-        ("float32", "__nv_erfinvf", cutlass.Float32),
-        ("float64", "__nv_erfinv", cutlass.Float64),
-    )
-}
+    e = _exp_parts(neg(square))
+    found = fma(e.p, y, fma(e.p, fma(neg(y), square_rest, rest), arith.mulf(e.rest, y)))
+    return _scaled(e.k, found)[0]
 
 
 @_row("erf_inv")
 def _erf_inv(to, a):
     """The library's, and in the tails one of Newton's steps on erfc, to which 1 - |x| is exact."""
     x = a.ir
-    kind = "float64" if to.dtype == "float64" else "float32"
-    y = _ERF_INV[kind](cute_type(kind)(x)).ir_value()
-    if kind == "float64":
+    y = _called("erfinv", x)
+    if to.dtype == "float64":
         return y
     size, far = mlir_math.absf(x), mlir_math.absf(y)
-    excess = arith.subf(mlir_math.erfc(far), arith.subf(_like(x, 1.0), size))
+    excess = arith.subf(_erfc_of(far), arith.subf(_like(x, 1.0), size))
     slope = mlir_math.exp(arith.mulf(far, far))
     step = arith.mulf(arith.mulf(excess, slope), _like(x, math.sqrt(math.pi) / 2))
     better = mlir_math.copysign(arith.addf(far, step), x)

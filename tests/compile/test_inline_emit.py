@@ -19,6 +19,7 @@ from inline_kernels import complaints, interpreted  # noqa: E402
 
 import eqxcute  # noqa: E402
 from eqxcute import InlineError, inline  # noqa: E402
+from eqxcute._ptx import _alu  # noqa: E402
 from eqxcute.inline import Argument, Code, Equation, _device, _emit, _table  # noqa: E402
 from eqxcute.inline._code import Builder, Operand  # noqa: E402
 from eqxcute.testing import compile_only, interpret  # noqa: E402
@@ -70,6 +71,40 @@ def test_random_programs(first):
     assert found == [], f"seeds from {first}"
 
 
+# What PTX says of its approximations, as relative errors. `exp` and `rsqrt` are little else than one of them.
+APPROXIMATIONS = {"ex2": 2.0**-22.5, "rcp": 2.0**-23, "rsqrt": 2.0**-22.9, "lg2": 2.0**-22.5}
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_functions_hold_with_the_errors_of_approximations(monkeypatch, sign):
+    """The interpreter computes `ex2.approx` and the like exactly. Hardware does not."""
+    for name, error in APPROXIMATIONS.items():
+        exact = _alu.UNARY_FLOAT[name]
+        monkeypatch.setitem(
+            _alu.UNARY_FLOAT, name, lambda x, f=exact, by=1 + sign * error: f(x) * by
+        )
+    codes, arguments = inline_kernels.float_functions(20_000)
+    codes = [c for c in codes if c.equations[-1].op not in ("exp", "rsqrt")]
+    assert complaints(codes, (), interpreted(codes, arguments)) == []
+
+
+def test_nan_where_the_assembler_takes_comparisons_as_true(monkeypatch):
+    """ptxas takes an ordered comparison of float32 as true that holds for all numbers, but not for NaN. Here it may be any."""
+    plain = _alu.comparison
+
+    def comparison(which, name):
+        compare = plain(which, name)
+        if name != "f32" or which not in ("lt", "le", "gt", "ge"):
+            return compare
+        return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
+
+    monkeypatch.setattr(_alu, "comparison", comparison)
+    codes = inline_kernels.row_codes("float32", inline_programs.all_dtypes())
+    a, b = (g.reshape(-1) for g in np.meshgrid(*[np.float32([np.nan, -2, 0.5, 1, 2])] * 2))
+    arguments = {"p": a > 0, "a": a, "b": b, "c": np.roll(b, 1)}
+    assert complaints(codes, (), interpreted(codes, arguments)) == []
+
+
 def test_wide_numbers_where_jax_has_them():
     with jax.enable_x64(True):
         for dtype in ("int64", "uint64", "float64"):
@@ -78,6 +113,62 @@ def test_wide_numbers_where_jax_has_them():
             a, b = pairs(dtype)
             got = interpreted(plain, {"p": a > b, "a": a, "b": b, "c": b[::-1]})
             assert complaints(plain, (), got) == []
+
+
+def with_constants(name: str, *inputs: float, dtype: str = "float32"):
+    """One row, of `x` where an input is None and else of constants."""
+    argument = Argument("x", dtype)
+    build = Builder([argument])
+    x = build.argument(argument)
+    result = build.op(name, *(x if v is None else build.const(v, dtype) for v in inputs))
+    return Code((argument,), (), tuple(build.equations), (result,))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_atan2_of_constant_zeros(dtype):
+    codes = [with_constants("atan2", a, b, dtype=dtype) for a in (0.0, -0.0) for b in (0.0, -0.0)]
+    got = interpreted(codes, {"x": np.zeros(1, jnp.dtype(dtype))})
+    assert complaints(codes, (), got) == []
+    np.testing.assert_allclose([values[-1][0] for values in got], [0, np.pi, 0, -np.pi], rtol=1e-6)
+
+
+def test_powers_of_edges():
+    """Compilers know square roots and products for some, and those differ at -inf and -0."""
+    x = inline_programs.edge_values("float32", 0, 20)
+    powers = (0.5, -0.5, 0.25, 0.75, 1.0, 1.5, 2.0, 3.0, -1.0, -2.0, 0.0, np.inf, -np.inf, np.nan)
+    codes = [with_constants("pow", None, y) for y in powers]
+    codes += [with_constants("pow", y, None) for y in (0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf)]
+    assert complaints(codes, (), interpreted(codes, {"x": x})) == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_explicit_conversions_round(dtype):
+    """Of a value that is held in float32, by every way there is."""
+
+    def rounded(x):
+        return jnp.arccos(x).astype(dtype).astype(jnp.float32), x.astype(dtype) + jnp.float32(0)
+
+    x = np.linspace(-1, 1, 64, dtype=np.float32)
+    code = inline.trace(rounded, {"x": "float32"})[0].code
+    again = Equation("convert_element_type", dtype, (1,), (("new_dtype", dtype),))
+    argument = Argument("x", dtype)
+    kept = [Equation("argument", dtype, (), (("name", "x"),)), Equation("acos", dtype, (0,), ())]
+    direct = Code((argument,), (), (*kept, again), (2,))
+    assert complaints([code], (), interpreted([code], {"x": x})) == []
+    got = interpreted([direct], {"x": x.astype(jnp.dtype(dtype))})
+    assert complaints([direct], (), got) == []
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_integers_are_rounded_twice_on_their_way_to_sixteen_bits(dtype, architecture):
+    """As JAX does: to float32 first."""
+    x = np.array([3212836862 & 0x7FFFFFFF, 3212836862, 2**25 + 2**17 + 1], np.uint32).astype(dtype)
+    code = inline.trace(lambda x: x.astype(jnp.bfloat16), {"x": dtype})[0].code
+    (got,) = interpreted([code], {"x": x}, architecture=architecture)
+    np.testing.assert_array_equal(
+        got[-1], np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float32)
+    )
 
 
 # ---------------------------------------------------------------- what is read
@@ -195,7 +286,7 @@ def test_rows_are_read_outside_of_the_loop():
         (lambda b, h, q, kv: (q - kv) % 4 == 0, ("div", "rem", "mul", "selp")),
         (lambda b, h, q, kv: q % 3 == kv % 3, ("div", "rem", "selp")),
         (lambda b, h, q, kv: abs(q - kv) <= 128, ("div", "selp", "ld.global")),
-        (lambda b, h, q, kv: (q << 3) > (kv >> 1), ("selp", "setp.lt.u32", "min")),
+        (lambda b, h, q, kv: (q << 3) == (kv >> 1), ("selp", "setp.lt.u32", "min")),
     ],
     ids=["// 128", "% 4", "% 3", "window", "shifts"],
 )
@@ -326,6 +417,36 @@ def test_every_architecture(architecture):
     kernel = inline_kernels.kernel_of(codes, base=inline_kernels.Quickly)
     built = compile_only(kernel, np.zeros(1, np.int32), arguments, (), architecture=architecture)
     assert f".target {architecture}" in built.ptx
+
+
+def ptx_of(code: Code, dtype: str = "float32") -> str:
+    """Without what other tests and the kernel itself need."""
+    kernel = inline_kernels.kernel_of([code])
+    arguments = {a.name: np.zeros(1, jnp.dtype(a.dtype)) for a in code.arguments}
+    return compile_only(kernel, np.zeros(1, np.int32), arguments, (), architecture="sm_90a").ptx
+
+
+def test_extremes_of_squares_and_constants():
+    """ptxas takes `x * x >= -1.5` as true, of NaN too: minima must not be comparisons."""
+
+    def extremes(x):
+        square = x * x
+        some = jnp.minimum(square, -1.5), jnp.maximum(-abs(x), 2.0), jnp.clip(square, -3.0, -2.0)
+        return *some, jnp.maximum(x, 0.0), jnp.minimum(x, jnp.inf)
+
+    ptx = ptx_of(inline.trace(extremes, {"x": "float32"})[0].code)
+    assert len(re.findall(r"(?:min|max)\.NaN\.f32", ptx)) >= 4
+    assert re.findall(r"setp\.\w+\.f32|selp\.f32", ptx) == []
+
+
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "sign", "is_finite"])
+def test_comparisons_are_unordered(name):
+    """ptxas does not touch these."""
+    inputs = (None, 2.0) if name in ("lt", "le", "gt", "ge") else (None,)
+    ptx = ptx_of(with_constants(name, *inputs))
+    compared = re.findall(r"setp\.(\w+)\.f32", ptx)
+    assert compared
+    assert set(compared) <= {"ltu", "leu", "gtu", "geu"}
 
 
 INSTRUCTIONS = {
