@@ -3,12 +3,15 @@
     python tests/gpu/test_inline.py 10000
 
 runs so many random programs, compiled by as many processes as there are cores, and prints for each row of the table its
-largest error in units of float32's last place. It exits with 1 if any value is wrong.
+largest error in units of float32's last place, and for each kind of equation with wrong values how many there are, with
+one of them. It exits with 1 if there are any.
 """
 
+import collections
 import concurrent.futures
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -97,6 +100,27 @@ def check(first: int, count: int, results) -> tuple[list[str], dict[str, float]]
     return [f"seeds from {first}, {line}" for line in found], worst
 
 
+def kind_of(line: str) -> str:
+    """The row and the dtypes of the equation that a line complains of, or how the line begins."""
+    found = re.search(r" = (\w+)\{[^(]*\((.*)\) gave (\w+) ", line)
+    if not found:
+        return line.split(":")[0].split(" ", 3)[-1]
+    op, inputs, dtype = found.groups()
+    return f"{op}({', '.join(part.split()[0] for part in inputs.split(', ') if part)}) -> {dtype}"
+
+
+def report(wrong: list[str], worst: dict[str, float]) -> str:
+    """All errors, four rows a line and the largest first; then the kinds of wrong values, the most frequent first."""
+    cells = [
+        f"{op:22}{error:8.3g}" for op, error in sorted(worst.items(), key=lambda item: -item[1])
+    ]
+    lines = ["   ".join(cells[i : i + 4]) for i in range(0, len(cells), 4)]
+    kinds = collections.Counter(map(kind_of, wrong))
+    examples = {kind_of(line): line for line in reversed(wrong)}
+    lines += [f"{count} x {kind}: {examples[kind][:200]}" for kind, count in kinds.most_common()]
+    return "\n".join(lines)
+
+
 def use_cpu(architecture: str, folder: str) -> None:
     """In each worker, before JAX looks for devices."""
     jax.config.update("jax_platforms", "cpu")
@@ -132,10 +156,7 @@ def main(total: int) -> int:
             wrong += lines
             for op, error in errors.items():
                 worst[op] = max(worst.get(op, 0.0), error)
-    for op, error in sorted(worst.items(), key=lambda item: -item[1]):
-        count = sum(f" = {op}{{" in line for line in wrong)
-        print(f"{op:24} {error:10.3f} ulp   {count} wrong")
-    print("\n".join(wrong[:40]))
+    print(report(wrong, worst))
     seconds = time.perf_counter() - start
     print(f"{total} programs of {ELEMENTS} elements in {seconds:.0f} s: {len(wrong)} wrong values")
     return 1 if wrong else 0
