@@ -19,7 +19,7 @@ from inline_kernels import complaints, interpreted  # noqa: E402
 
 import eqxcute  # noqa: E402
 from eqxcute import InlineError, inline  # noqa: E402
-from eqxcute._ptx import _alu  # noqa: E402
+from eqxcute._ptx import _alu, _machine  # noqa: E402
 from eqxcute.inline import Argument, Code, Equation, _device, _emit, _table  # noqa: E402
 from eqxcute.inline._code import Builder, Operand  # noqa: E402
 from eqxcute.testing import compile_only, interpret  # noqa: E402
@@ -71,16 +71,25 @@ def test_random_programs(first):
     assert found == [], f"seeds from {first}"
 
 
+@pytest.fixture
+def other_arithmetic(monkeypatch):
+    """`monkeypatch`, for what instructions compute. Programs that the interpreter keeps hold what they are made of."""
+    _machine.program.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    _machine.program.cache_clear()
+
+
 # What PTX says of its approximations, as relative errors. `exp` and `rsqrt` are little else than one of them.
 APPROXIMATIONS = {"ex2": 2.0**-22.5, "rcp": 2.0**-23, "rsqrt": 2.0**-22.9, "lg2": 2.0**-22.5}
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_functions_hold_with_the_errors_of_approximations(monkeypatch, sign):
+def test_functions_hold_with_the_errors_of_approximations(other_arithmetic, sign):
     """The interpreter computes `ex2.approx` and the like exactly. Hardware does not."""
     for name, error in APPROXIMATIONS.items():
         exact = _alu.UNARY_FLOAT[name]
-        monkeypatch.setitem(
+        other_arithmetic.setitem(
             _alu.UNARY_FLOAT, name, lambda x, f=exact, by=1 + sign * error: f(x) * by
         )
     codes, arguments = inline_kernels.float_functions(20_000)
@@ -88,7 +97,7 @@ def test_functions_hold_with_the_errors_of_approximations(monkeypatch, sign):
     assert complaints(codes, (), interpreted(codes, arguments)) == []
 
 
-def test_nan_where_the_assembler_takes_comparisons_as_true(monkeypatch):
+def test_nan_where_the_assembler_takes_comparisons_as_true(other_arithmetic):
     """ptxas takes an ordered comparison of float32 as true that holds for all numbers, but not for NaN. Here it may be any."""
     plain = _alu.comparison
 
@@ -98,7 +107,7 @@ def test_nan_where_the_assembler_takes_comparisons_as_true(monkeypatch):
             return compare
         return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
 
-    monkeypatch.setattr(_alu, "comparison", comparison)
+    other_arithmetic.setattr(_alu, "comparison", comparison)
     codes = inline_kernels.row_codes("float32", inline_programs.all_dtypes())
     a, b = (g.reshape(-1) for g in np.meshgrid(*[np.float32([np.nan, -2, 0.5, 1, 2])] * 2))
     arguments = {"p": a > 0, "a": a, "b": b, "c": np.roll(b, 1)}
