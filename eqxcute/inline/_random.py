@@ -49,7 +49,9 @@ def words_function(eqn: Any) -> Callable:
     key = eqn.invars[0].aval
     implementation, depth = _jaxpr.key_implementation(key.dtype), key.ndim
     if name == "random_bits":
-        return _mapped(lambda k: implementation.random_bits(k, params["bit_width"], params["shape"]), depth)
+        return _mapped(
+            lambda k: implementation.random_bits(k, params["bit_width"], params["shape"]), depth
+        )
     if name == "random_split":
         return _mapped(lambda k: implementation.split(k, params["shape"]), depth)
     return _mapped(implementation.fold_in, depth)

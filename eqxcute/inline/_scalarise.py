@@ -21,7 +21,6 @@ from ._values import (
     STEPS,
     Known,
     Outer,
-    Refused,
     Region,
     Scalars,
     Step,
@@ -154,8 +153,6 @@ class Scalariser:
         equations, regions = len(self.build.equations), len(self.regions)
         try:
             return self._of_scalars(eqn, values)
-        except Refused:
-            raise
         except Unsupported as error:
             why = str(error) if error.placed else f"{self.place(eqn)} {error}"
         except TooLong:
@@ -179,10 +176,6 @@ class Scalariser:
             self._inside = before
 
     def _opaque(self, eqn: Any, values: list[Value], why: str) -> list[Value]:
-        if eqn.effects:
-            raise Refused(
-                f"{self.place(eqn)} prints, or calls back to Python: kernels cannot", True
-            )
         return list(
             self.opaque(functools.partial(_bind, eqn), values, [v.aval for v in eqn.outvars], why)
         )

@@ -88,10 +88,6 @@ class Unsupported(Exception):
         self.placed = placed
 
 
-class Refused(Unsupported):
-    """Nor in parts: JAX has to run the whole function as it is."""
-
-
 def numbered(flat: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
     return np.array(flat, np.int64).reshape(shape)
 
