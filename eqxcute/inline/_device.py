@@ -545,9 +545,11 @@ def _float_to_integer(a: Value, dtype: str):
 
 def _saturated(x, which: str, bits: int):
     """To a signed (`s`) or unsigned (`u`) integer; `arith` leaves open what is out of range, and LLVM uses that."""
-    if which == "u" and bits == 32 and x.type == ir.F32Type.get():  # LLVM would compare first
+    if (
+        bits == 32 and x.type == ir.F32Type.get()
+    ):  # hardware's does it all; LLVM would compare as well
         target = ir.IntegerType.get_signless(32)
-        return llvm.inline_asm(target, [x], "cvt.rzi.u32.f32 $0, $1;", "=r,f")
+        return llvm.inline_asm(target, [x], f"cvt.rzi.{which}32.f32 $0, $1;", "=r,f")
     name = f"llvm.fpto{which}i.sat.i{bits}.f{64 if x.type == ir.F64Type.get() else 32}"
     return llvm.call_intrinsic(ir.IntegerType.get_signless(bits), name, [x], [], [])
 
