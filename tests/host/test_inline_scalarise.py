@@ -501,12 +501,14 @@ RANDOM = {
 
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_random_bits_are_those_of_jax(partitionable):
-    """All at once: XLA compiles that ten times as fast."""
+    """Compiled together, which is ten times as fast. The older order of bits differs in a few of them only."""
+    older = ("bits", "8 bits", "16 bits", "one of 5", "split", "keys")
+    random = {n: fn for n, fn in RANDOM.items() if partitionable or n in older}
     with jax.threefry_partitionable(partitionable):
-        traced = {n: trace(fn, arguments_of(fn)) for n, fn in RANDOM.items()}
+        traced = {n: trace(fn, arguments_of(fn)) for n, fn in random.items()}
 
         def all_of(columns):
-            return {n: fn(*(columns[a] for a in columns_of(fn))) for n, fn in RANDOM.items()}
+            return {n: fn(*(columns[a] for a in columns_of(fn))) for n, fn in random.items()}
 
         expected = jitted(jax.vmap(all_of), COLUMNS)
         for name, (program, captured) in traced.items():
