@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from .._fallback import platform
+from eqxcute._fallback import platform
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eqxcute._fallback import choose
 from eqxcute.inline import Program
 
-from .._fallback import choose
 from . import _reference
 from ._functions import trace_mask, trace_score
 from ._masks import AbstractMask

@@ -3,7 +3,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from .._fallback import check_name, choose
+from eqxcute._fallback import check_name, choose
+
 from ._entry import (
     NAME,
     NO_KERNEL,

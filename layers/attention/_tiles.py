@@ -19,9 +19,9 @@ from jax import lax
 from jaxtyping import Array, Int, Int8
 
 import eqxcute
+from eqxcute._fallback import choose
 from eqxcute.inline import Code, Span, bound
 
-from .._fallback import choose
 from ._config import COMPACTION, EMPTY, FULL, MOST_CONSTANT_TILES, PARTIAL, Compaction
 from ._functions import trace_mask
 from ._masks import AbstractMask

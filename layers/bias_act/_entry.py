@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import eqxcute
+from eqxcute import _fallback
 
-from .. import _fallback
 from . import _config, _reference
 
 FLOATS = ("bfloat16", "float16", "float32")

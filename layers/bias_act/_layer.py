@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import eqxcute
+from eqxcute import _fallback
 
-from .. import _fallback
 from ._entry import apply
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqxcute.layers import _fallback
 from eqxcute.layers.attention import (
     AdditiveBias,
     ALiBi,
@@ -26,6 +25,8 @@ from eqxcute.layers.attention import (
     alibi_slopes,
     flex_attention,
 )
+
+from eqxcute import _fallback
 
 
 def refused(kind, *parts):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqxcute.layers import _fallback
 from eqxcute.layers.bias_act import BiasReLU, _config, bias_relu
 from hypothesis import given
 
 import eqxcute
+from eqxcute import _fallback
 from eqxcute.testing import compile_count
 
 FLOATS = ("bfloat16", "float16", "float32")
