@@ -169,11 +169,16 @@ class _Walk:
                 ends = _Ends(low, high, nan.astype(np.uint8))
         else:
             values = array.astype(np.uint8 if dtype == np.bool_ else dtype)
+            if xp is jnp and dtype in (np.int16, np.uint16):
+                # XLA's compiler for CPUs aborts on some fusions that broadcast these (JAX 0.8.2 to 0.12).
+                values = values.astype(np.int32)
             ends = _Ends(values, values, None)
         small, large, nan = self._look_up(ends, e.inputs)
         if not floating:
             if dtype == np.bool_:
                 small, large = small != 0, (small if small is large else large) != 0
+            elif small.dtype != dtype:
+                small, large = small.astype(dtype), large.astype(dtype)
             return Interval(small, large, np.False_)
         if nan is None:
             interval = Interval(small, large, np.False_)

@@ -345,6 +345,22 @@ def test_wide_integers_change_nothing():
         equal(build(ids.astype(jnp.int64)).backward, want.backward)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint16"])
+def test_narrow_integers_change_nothing(dtype):
+    """With 16 bits XLA's compiler for CPUs aborted the process."""
+    ids = jnp.stack([ids_of("sorted", 53), ids_of("sorted", 53)[::-1]]) % 100
+
+    def build(ids):
+        def mask(b, h, q_idx, kv_idx):
+            return ids[b, q_idx] == ids[b, kv_idx + 1]
+
+        return tile_map(mask, 37, 53, batch=2, tile=(8, 16))
+
+    want = build(ids)
+    equal(build(ids.astype(dtype)).backward, want.backward)
+    equal(jax.jit(build)(ids.astype(dtype)).backward, want.backward)
+
+
 def test_gradients_pass_by():
     """The mask reads floats that are differentiated; the map of it has no derivative, and JAX
     carries no tangents through it."""
