@@ -25,7 +25,11 @@ from ._errors import SpecError
 
 def varying(operand) -> frozenset:
     """The manual mesh axes over which a value varies, inside `shard_map`."""
-    kind = jax.typeof(operand)
+    return varying_of(jax.typeof(operand))
+
+
+def varying_of(kind) -> frozenset:
+    """As `varying`, of a type."""
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
@@ -34,12 +38,13 @@ def alike(operands: Sequence) -> list:
     axes = (
         frozenset().union(*(varying(operand) for operand in operands)) if operands else frozenset()
     )
-    return [
-        jax.lax.pcast(operand, tuple(axes - varying(operand)), to="varying")
-        if axes - varying(operand)
-        else operand
-        for operand in operands
-    ]
+    return [over(operand, axes) for operand in operands]
+
+
+def over(operand, axes: frozenset):
+    """A value that varies over these manual axes too."""
+    more = tuple(axes - varying(operand))
+    return jax.lax.pcast(operand, more, to="varying") if more else operand
 
 
 def output_aval(like, shape, dtype, spec=None):

@@ -147,7 +147,7 @@ class Builder:
         self._known.pop()
 
     def argument(self, argument: Argument) -> int:
-        interval = everything(argument.dtype)
+        interval = _anything(argument.dtype)
         if argument.low is not None:
             interval = interval._replace(lo=np.asarray(argument.low, argument.dtype)[()])
         return self._append(

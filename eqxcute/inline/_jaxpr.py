@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from .. import _sharding
+
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
 # Functions with derivative rules of their own; the last, from JAX 0.12 on, are JAX's own ones (searchsorted, ldexp).
 RULED = frozenset(
@@ -28,11 +30,25 @@ def is_literal(v: Any) -> bool:
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The equation's primitive on other values. Rules of derivatives go with it."""
+    values = _varying_alike(eqn, values)
+    if eqn.primitive.name == "pvary":  # done where it matters
+        return values
     # JAX 0.8 gives (functions, parameters) here, later versions the parameters alone.
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
     result = eqn.primitive.bind(*functions, *values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def _varying_alike(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Inside `shard_map`, inputs of a primitive vary over the same axes of the mesh, and numbers that were computed while
+    tracing, or arguments that were traced as scalars, need not. As traced, if any varied there."""
+    if not any(map(_sharding.varying, values)):
+        return list(values)
+    traced = [_sharding.varying_of(v.aval) for v in eqn.invars]
+    if not any(traced):
+        return _sharding.alike(values)
+    return [_sharding.over(x, axes) for x, axes in zip(values, traced, strict=True)]
 
 
 @functools.cache

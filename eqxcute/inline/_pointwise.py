@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _fallback
+from .. import _fallback, _sharding
 from .._errors import DtypeError, SlowPathWarning, SpecError, sizes
 from .._kernel import Kernel, reference_jvp, static
 from ._code import Argument, Code, Equation, constant, pruned
@@ -60,10 +60,12 @@ def pointwise(
 
     **Raises:**
 
-    `ValueError` for an unknown `implementation`.
+    `TypeError` for what is no function, `ValueError` for an unknown `implementation` or `exact`.
     """
     if not callable(fn):
         raise TypeError(f"`pointwise`: `fn` must be a function, got {type(fn).__name__}.")
+    if exact not in (None, False, True):
+        raise ValueError(f"`pointwise`: `exact` must be None, True or False, got {exact!r}.")
     _fallback.check_name("pointwise", implementation)
     return Pointwise(fn, exact, implementation)
 
@@ -84,7 +86,7 @@ class Pointwise(eqx.Module):
         **Returns:**
 
         What the function returns, with an array of the broadcast shape for each scalar. Dtypes are those that the function
-        gives for scalars of the arrays' dtypes. In the kernel 16-bit floats are float32 in between, and rounded once.
+        gives for scalars of the arrays' dtypes; weak types, as of `jnp.asarray(2.0)`, count as others do. In the kernel 16-bit floats are float32 in between, and rounded once.
 
         Derivatives are JAX's, with their own rules where the function has some. Reverse mode is one kernel again, and sums
         over what was broadcast, in float32. `jax.vmap` is one launch.
@@ -105,7 +107,7 @@ class Pointwise(eqx.Module):
         arrays = _checked(where, self.fn, arrays)
         names = [f"x{i}" for i in range(len(arrays))]
         arguments = {name: x.dtype for name, x in zip(names, arrays, strict=True)}
-        program, captured = trace(self.fn, arguments, role="pointwise:")
+        program, captured = _traced(self.fn, arguments, arrays)
         shapes = layout([x.shape for x in arrays])
         missing = _missing(program, captured, shapes)
         if self.implementation is not None or missing is not None:
@@ -118,6 +120,30 @@ class Pointwise(eqx.Module):
         return jax.tree.unflatten(program.tree, outputs)
 
 
+def _traced(
+    fn: Callable, arguments: Mapping[str, Any], arrays: Sequence[Any]
+) -> tuple[Program, list]:
+    """Inside `shard_map`, where arrays vary over a mesh, scalars do too: derivative rules and loops of the function are traced
+    with the types that they are run with."""
+    axes = _varying(arrays)
+    program, captured = trace(_Varying(fn, axes) if axes else fn, arguments, role="pointwise:")
+    if _varying(captured) <= axes:
+        return program, captured
+    return trace(_Varying(fn, axes | _varying(captured)), arguments, role="pointwise:")
+
+
+def _varying(arrays: Sequence[Any]) -> frozenset:
+    return frozenset().union(*map(_sharding.varying, arrays))
+
+
+class _Varying(eqx.Module):
+    __wrapped__: Callable
+    axes: frozenset = eqx.field(static=True)
+
+    def __call__(self, *scalars):
+        return self.__wrapped__(*(_sharding.over(x, self.axes) for x in scalars))
+
+
 def _checked(where: str, fn: Callable, arrays: Sequence[Any]) -> list[jax.Array]:
     if not arrays:
         raise SpecError(f"{where}: got no array. Give one for each argument of the function.")
@@ -127,6 +153,10 @@ def _checked(where: str, fn: Callable, arrays: Sequence[Any]) -> list[jax.Array]
             raise DtypeError(
                 f"{where}: `{name}` must be an array, got {type(x).__name__}. A number that stays the same stands in the "
                 "function itself, `lambda x: fn(x, 2.0)`; one that changes is an array, `jnp.asarray(2.0, x.dtype)`."
+            )
+        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+            raise DtypeError(
+                f"{where}: `{name}` is {x.dtype}, and a pointwise function takes numbers."
             )
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise DtypeError(
@@ -227,7 +257,8 @@ def _computed(program: Program, results: list[int], outside: Sequence[Any], arra
     tables = [jnp.asarray(outside[n]) for n in places]
     arguments = tuple(Argument(name, x.dtype.name) for name, x in given.items())
     code = dataclasses.replace(code, arguments=arguments)
-    function = Function(code, program, places, tuple(scalars.items()))
+    varying = _varying([*tables, *given.values()])
+    function = Function(code, program, places, tuple(scalars.items()), varying)
     if not given:  # an entry of a table, always the same
         return list(function(tables, {}))
     return launched(function, exact, tables, list(given.values()))
@@ -314,6 +345,7 @@ class Function:
     - `program`: The same for JAX. It may read more, for its derivative rules.
     - `tables`: Which values of the program's environment the kernel's tables are. Those that the code reads come first.
     - `scalars`: Arguments of the code that are values of it: (name, number).
+    - `varying`: Inside `shard_map`, the axes of the mesh over which its inputs vary.
     """
 
     digest: str
@@ -324,8 +356,10 @@ class Function:
         program: Program,
         tables: tuple[int, ...],
         scalars: tuple[tuple[str, int], ...],
+        varying: frozenset,
     ):
         self.digest, self.code, self.tables, self.scalars = code.digest, code, tables, scalars
+        self.varying = varying
         # What is computed before the kernel may hold arrays.
         self.program = dataclasses.replace(program, steps=())
 
@@ -335,7 +369,8 @@ class Function:
     def _key(self):
         of = self.program
         rules = tuple(map(id, of.regions))
-        return self.digest, of.code.digest, of.operands, of.tree, rules, self.tables, self.scalars
+        here = self.tables, self.scalars, self.varying
+        return self.digest, of.code.digest, of.operands, of.tree, rules, *here
 
     def __eq__(self, other):
         return isinstance(other, Function) and (self is other or self._key() == other._key())
@@ -471,6 +506,7 @@ class PointwiseKernel(Kernel):
         floats = [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.floating)]
 
         def pullback(tables, *scalars):
+            scalars = [_sharding.over(x, self.function.varying) for x in scalars]
             given = dict(zip(names, scalars, strict=False))
 
             def of_floats(*values):

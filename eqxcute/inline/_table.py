@@ -1,8 +1,8 @@
 """The table of primitives: one row each, and nothing else in this package knows a primitive by its name.
 
-A row says how a value is computed under JAX (`evaluate`), which function of `_device.py` computes it in a kernel
-(`emit`), and what it can be when its inputs lie in intervals (`bound`). Derivatives come from JAX, through `evaluate`.
-A new primitive is a new row, plus a line in `_device.py`; tests draw their programs from the table, so they cover it.
+A row says how a value is computed under JAX (`evaluate`), and what it can be when its inputs lie in intervals (`bound`).
+`_device.py` has a function under the row's name that computes it in a kernel. Derivatives come from JAX, through `evaluate`.
+A new primitive is a new row, plus a function in `_device.py`; tests draw their programs from the table, so they cover it.
 """
 
 import functools
@@ -32,7 +32,6 @@ class Row(NamedTuple):
     arity: int | None = 2
     gives: str | None = None
     params: tuple[str, ...] = ()
-    emit: str = ""  # the function's name in _device.py, where it is not the row's
 
     def dtype(self, *dtypes: str, **params) -> np.dtype:
         if "new_dtype" in params:
@@ -117,7 +116,7 @@ ROWS: dict[str, Row] = {
     "bitcast_convert_type": Row(_bitcast, interval.unknown, "number", 1, None, ("new_dtype",)),
     "stop_gradient": Row(lax.stop_gradient, interval.keep, "any", 1),
     # The result of a function with a derivative rule of its own, where that is an older value.
-    "copy": Row(lambda x: x, interval.keep, "any", 1, emit="stop_gradient"),
+    "copy": Row(lambda x: x, interval.keep, "any", 1),
     # Floats
     "is_finite": Row(lax.is_finite, interval.is_finite, "float", 1, "bool"),
     "floor": _float(lax.floor, interval.integral("floor")),

@@ -456,6 +456,18 @@ def test_other_dtypes_run_as_plain_jax(on_cuda):
     assert_close(got, x.astype(jnp.float32) * 2)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "int4", "uint4"])
+def test_dtypes_of_which_intervals_know_nothing(on_cuda, dtype):
+    """The bounds of such an argument were asked of NumPy, which raised."""
+    x = jnp.arange(4).astype(dtype)
+    with pytest.warns(UserWarning, match=dtype):
+        got = eqxcute.pointwise(lambda x, y: (x * y + x, ~(x != y)))(x, x[::-1])
+    want = x * x[::-1] + x, x == x[::-1]
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
 def test_spreading_in_memory_is_said_once(on_cuda):
     x, y = normal(0, 2, 5, 7), normal(1, 2, 1, 7)
     run = eqxcute.pointwise(lambda x, y: x + y)
@@ -496,6 +508,7 @@ def test_when_approximations_are_taken(exact, dtype, fast):
         ((np.ones((2, 3)), np.ones((2, 4)), np.ones(3)), ("`x` (2, 3)", "`y` (2, 4)", "broadcast")),
         ((np.ones(3), 2.0, np.ones(3)), ("`y`", "float", "jnp.asarray")),
         ((np.ones(3), np.ones(3), [1.0]), ("`bias`", "list")),
+        ((np.array(["a"]), np.ones(1), np.ones(1)), ("`x`", "<U1", "numbers")),
     ],
 )
 def test_arguments_that_do_not_fit(args, words):
@@ -513,6 +526,11 @@ def test_a_key_is_no_argument():
 def test_not_a_function():
     with pytest.raises(TypeError, match="int"):
         eqxcute.pointwise(3)
+
+
+def test_unknown_exactness():
+    with pytest.raises(ValueError, match="'bfloat16'"):
+        eqxcute.pointwise(gated, exact="bfloat16")
 
 
 def test_functions_that_are_none_of_scalars():
@@ -544,3 +562,33 @@ def test_rows_and_columns_may_be_sharded(spec, row):
         got = jax.jit(jax.grad(total(eqxcute.pointwise(gated)), (0, 1, 2)))(*args)
     assert_close([np.asarray(g) for g in got], [np.asarray(w) for w in want], 1e-5)
     assert got[0].sharding.spec == args[0].sharding.spec
+
+
+def through_table(t):
+    def function(x, i):
+        y = jax.nn.relu(x * t[i]) + t[0] * jnp.where(i > 2, t[i], 1)
+        return jax.lax.fori_loop(0, 2, lambda k, y: y * t[k] + 1, y)
+
+    return function
+
+
+@pytest.mark.parametrize("spec", [(), ("d",)], ids=["table the same", "table varies"])
+def test_a_table_and_rules_inside_shard_map(spec):
+    """What varies over the mesh met what was traced as if it did not: reverse mode raised where an array was captured,
+    forward mode where `relu` was inside, and so did a loop."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, t, index = normal(0, 16, 6), normal(1, 40 if spec else 5), jnp.arange(6) % 5
+
+    def over_mesh(own):
+        def loss(t, x):
+            return total(own(through_table(t)))(x, index)
+
+        def shard(t, x):
+            grads = jax.grad(loss, (0, 1))(t, x)
+            return grads, jax.jvp(loss, (t, x), (t, x))[1][None]
+
+        specs = jax.P(*spec), jax.P("d")
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(specs, jax.P("d")))
+        return jax.jit(mapped)(t, x)
+
+    assert_close(over_mesh(eqxcute.pointwise), over_mesh(lambda fn: fn), 1e-5)
