@@ -86,7 +86,8 @@ class Pointwise(eqx.Module):
         **Returns:**
 
         What the function returns, with an array of the broadcast shape for each scalar. Dtypes are those that the function
-        gives for scalars of the arrays' dtypes; weak types, as of `jnp.asarray(2.0)`, count as others do. In the kernel 16-bit floats are float32 in between, and rounded once.
+        gives for scalars of the arrays' dtypes; weak types, as that of `jnp.asarray(2.0)`, count as others do. In the kernel
+        16-bit floats are float32 in between, and rounded once.
 
         Derivatives are JAX's, with their own rules where the function has some. Reverse mode is one kernel again, and sums
         over what was broadcast, in float32. `jax.vmap` is one launch.
