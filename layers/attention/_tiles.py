@@ -237,7 +237,7 @@ def tile_map(
     code = program.code
     sizes = sizes._replace(depends=_depends(code))
     if _on_host(sizes, captured):
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():  # not traced, inside `jit` and `shard_map` neither
             operands = [np.asarray(x) for x in program.prepare(captured)]
         lists = _lists_in_numpy(_verdicts(code, sizes, operands, np))
     else:

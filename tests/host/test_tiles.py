@@ -408,6 +408,21 @@ def test_vmap_gives_each_example_a_map():
     assert mapped.verdicts().shape == (3, 1, 1, 8, 8)
 
 
+def test_known_mask_inside_shard_map():
+    """Not under `jit`, what is computed of the captured arrays was traced, and no NumPy array."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    ids = jnp.arange(40) // 7
+
+    def verdicts(x):
+        made = tile_map(lambda b, h, q_idx, kv_idx: ids[::-1][q_idx] == ids[kv_idx], 40, 40)
+        return x + made.verdicts().sum()
+
+    got = jax.shard_map(verdicts, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(
+        jnp.zeros(8)
+    )
+    np.testing.assert_array_equal(got, np.ones(8))
+
+
 def test_changed_ids_trace_and_compile_nothing():
     """B10."""
     count = []
