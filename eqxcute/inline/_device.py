@@ -638,7 +638,7 @@ for _name in (
     "cos",
 ):
     _library(_name)
-for _name in ("asin", "acos", "atan", "asinh", "acosh"):
+for _name in ("asin", "acos", "atan", "asinh"):
     _library(_name)
 
 
@@ -888,6 +888,27 @@ def _cosh(to, a):
         return mlir_math.cosh(a.ir)
     half, rest, other = _grown(a.ir)
     return arith.addf(half, arith.addf(rest, other))
+
+
+@_row("acosh")
+def _acosh(to, a):
+    """log1p(t + sqrt(t^2 + 2t)), t = x - 1, with what is rounded away below the logarithm; log(2x) for large x."""
+    x = a.ir
+    if to.dtype == "float64":
+        return mlir_math.acosh(x)
+    one, fma = _like(x, 1.0), mlir_math.fma
+    t = arith.subf(x, one)
+    square = fma(t, t, arith.addf(t, t))
+    root = mlir_math.sqrt(square)
+    high = arith.addf(t, root)
+    low = arith.subf(t, arith.subf(high, root))
+    rest = arith.divf(fma(arith.negf(root), root, square), arith.addf(root, root))
+    rest = arith.select(_fcmp("OGT", root, _like(x, 0.0)), rest, _like(x, 0.0))
+    low = arith.divf(arith.addf(low, rest), arith.addf(high, one))
+    near = arith.addf(mlir_math.log1p(high), low)
+    far = arith.addf(mlir_math.log(x), _like(x, math.log(2)))
+    found = arith.select(_fcmp("OLT", x, _like(x, 2.0**26)), near, far)
+    return arith.select(_fcmp("OLT", x, one), _like(x, math.nan), found)
 
 
 @_row("atanh")

@@ -156,7 +156,7 @@ def word_shape(aval: Any) -> tuple[int, ...]:
 def words(value: Any) -> np.ndarray:
     """A concrete value's numbers."""
     if is_key(value):
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():
             value = jax.random.key_data(value)
     return np.asarray(value)
 

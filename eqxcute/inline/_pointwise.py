@@ -108,7 +108,7 @@ class Pointwise(eqx.Module):
         arrays = _checked(where, self.fn, arrays)
         names = [f"x{i}" for i in range(len(arrays))]
         arguments = {name: x.dtype for name, x in zip(names, arrays, strict=True)}
-        program, captured = _traced(self.fn, arguments, arrays)
+        program, captured = trace(self.fn, arguments, role="pointwise:", beside=arrays)
         shapes = layout([x.shape for x in arrays])
         missing = _missing(program, captured, shapes)
         if self.implementation is not None or missing is not None:
@@ -121,28 +121,8 @@ class Pointwise(eqx.Module):
         return jax.tree.unflatten(program.tree, outputs)
 
 
-def _traced(
-    fn: Callable, arguments: Mapping[str, Any], arrays: Sequence[Any]
-) -> tuple[Program, list]:
-    """Inside `shard_map`, where arrays vary over a mesh, scalars do too: derivative rules and loops of the function are traced
-    with the types that they are run with."""
-    axes = _varying(arrays)
-    program, captured = trace(_Varying(fn, axes) if axes else fn, arguments, role="pointwise:")
-    if _varying(captured) <= axes:
-        return program, captured
-    return trace(_Varying(fn, axes | _varying(captured)), arguments, role="pointwise:")
-
-
 def _varying(arrays: Sequence[Any]) -> frozenset:
     return frozenset().union(*map(_sharding.varying, arrays))
-
-
-class _Varying(eqx.Module):
-    __wrapped__: Callable
-    axes: frozenset = eqx.field(static=True)
-
-    def __call__(self, *scalars):
-        return self.__wrapped__(*(_sharding.over(x, self.axes) for x in scalars))
 
 
 def _checked(where: str, fn: Callable, arrays: Sequence[Any]) -> list[jax.Array]:

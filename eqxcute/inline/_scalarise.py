@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -136,7 +137,7 @@ class Scalariser:
     def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
         # What has an effect, such as `axis_index` in a shard_map, is known when it runs only.
         if not eqn.effects and all(isinstance(v, Known) for v in values):
-            with jax.ensure_compile_time_eval(), jax.default_device(_jaxpr.host()):
+            with jax.core.eval_context(), jax.default_device(_jaxpr.host()):
                 known = [v.value for v in values if isinstance(v, Known)]
                 return [Known(x) for x in _jaxpr.bind(eqn, known)]
         name = eqn.primitive.name

@@ -15,6 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _sharding
 from .._errors import InlineError
 from ._code import Argument, Builder, Code, Equation, TooLong, pruned
 from ._jaxpr import has_ended
@@ -87,6 +88,7 @@ def trace(
     *,
     role: str = "the function",
     check: Callable[[Any], Any] | None = None,
+    beside: Sequence[Any] = (),
 ) -> tuple[Program, list[Any]]:
     """Reads a scalar function.
 
@@ -97,6 +99,8 @@ def trace(
     - `arguments`: The scalars it is called with: `{name: dtype}`, or a sequence of `Argument`.
     - `role`: What messages call it, such as `mask_fn`. (Keyword only argument.)
     - `check`: Gets what `fn` returns, and raises or returns it, converted perhaps. (Keyword only argument.)
+    - `beside`: Arrays that the program will run beside. Inside `shard_map`, where they vary over a mesh, its scalars do
+        too: derivative rules and loops are traced with the types that they are run with. (Keyword only argument.)
 
     **Returns:**
 
@@ -112,10 +116,11 @@ def trace(
     arrays, rest = eqx.partition(fn, eqx.is_array)
     leaves, tree = jax.tree.flatten(arrays)
     shapes: list[Any] = []
+    axes = _varying([*beside, *leaves])
 
     def call(leaves, *scalars):
         whole = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
-        result = whole(*scalars)
+        result = whole(*(_sharding.over(x, axes) for x in scalars))
         result = result if check is None else check(result)
         flat, structure = jax.tree.flatten(result)
         for x in flat:
@@ -136,9 +141,15 @@ def trace(
     except jax.errors.UnexpectedTracerError as error:
         raise InlineError(_leaked(role, culprit(fn, error))) from error
     captured = [*closed.consts, *leaves]
+    if not _varying(closed.consts) <= axes:  # closures: known only now
+        return trace(fn, arguments, role=role, check=check, beside=[*beside, *closed.consts])
     _check_alive(role, fn, closed.jaxpr, captured)
     program = _program(fn, role, closed.jaxpr, captured, arguments, shapes[-1])
     return program, captured
+
+
+def _varying(arrays: Sequence[Any]) -> frozenset:
+    return frozenset().union(*map(_sharding.varying, arrays))
 
 
 def _check_alive(role: str, fn: Callable, jaxpr: Any, captured: Sequence[Any]) -> None:

@@ -115,10 +115,12 @@ def flex_attention(
     choose(NAME, implementation, missing=NO_KERNEL)
 
     wide = _reference.wide(q.dtype)
-    mask, mask_captured = (None, []) if mask_fn is None else trace_mask(mask_fn)
+    mask, mask_captured = (None, []) if mask_fn is None else trace_mask(mask_fn, (q, k, v))
     if tiles is not None:
         _check_tiles(tiles, mask, batch=rows, heads=heads, q_len=q_len, kv_len=kv_len)
-    score, score_captured = (None, []) if score_fn is None else trace_score(score_fn, wide)
+    score, score_captured = (
+        (None, []) if score_fn is None else trace_score(score_fn, wide, (q, k, v))
+    )
     if 0 in (rows, q_len, kv_len):
         out = jnp.zeros((rows, heads, q_len, v_dim), v.dtype)
         lse = jnp.full((rows, heads, q_len), -jnp.inf, wide)

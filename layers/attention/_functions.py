@@ -24,8 +24,8 @@ class Block(NamedTuple):
     k: jax.Array
 
 
-def trace_mask(fn: Callable) -> tuple[Program, list[Any]]:
-    """The program of `mask_fn(b, h, q_idx, kv_idx)`, and the arrays it captures."""
+def trace_mask(fn: Callable, beside: Sequence[Any] = ()) -> tuple[Program, list[Any]]:
+    """The program of `mask_fn(b, h, q_idx, kv_idx)`, and the arrays it captures. `beside`: as for `trace`."""
 
     def check(result: Any) -> Any:
         dtype = _scalar_dtype("mask_fn", fn, result, "one bool")
@@ -37,10 +37,10 @@ def trace_mask(fn: Callable) -> tuple[Program, list[Any]]:
             )
         return result
 
-    return trace(fn, _index_arguments(), role="mask_fn", check=check)
+    return trace(fn, _index_arguments(), role="mask_fn", check=check, beside=beside)
 
 
-def trace_score(fn: Callable, dtype: Any) -> tuple[Program, list[Any]]:
+def trace_score(fn: Callable, dtype: Any, beside: Sequence[Any] = ()) -> tuple[Program, list[Any]]:
     """The program of `score_fn(score, b, h, q_idx, kv_idx)`, and the arrays it captures."""
 
     def check(result: Any) -> Any:
@@ -57,7 +57,7 @@ def trace_score(fn: Callable, dtype: Any) -> tuple[Program, list[Any]]:
         return jnp.asarray(result, dtype)
 
     arguments = [Argument("score", jnp.dtype(dtype).name), *_index_arguments()]
-    return trace(fn, arguments, role="score_fn", check=check)
+    return trace(fn, arguments, role="score_fn", check=check, beside=beside)
 
 
 def _index_arguments() -> list[Argument]:

@@ -75,3 +75,32 @@ def test_queries_sharded_by_position_need_an_offset():
         q, k, v
     )
     np.testing.assert_allclose(got, flex_attention(q, k, v, CausalMask()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_derivative_rules_in_shards(captured):
+    """In `shard_map` the score function is traced with the types that it runs with: it varies over the mesh."""
+    _, arrays = inputs(16)
+    bias = jr.normal(jr.key(3), (8, 16))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def attend(q, k, v, bias):
+        def score(s, b, h, q_idx, kv_idx):
+            return jax.nn.relu(s) + (
+                jax.nn.relu(bias[b, kv_idx]) * jax.nn.silu(s) if captured else 0
+            )
+
+        return flex_attention(q, k, v, CausalMask(), score)
+
+    spec = SPECS["batch"]
+    sharded = jax.shard_map(
+        attend, mesh=mesh, in_specs=(spec,) * 3 + (P("data", None),), out_specs=spec
+    )
+
+    def loss(f):
+        return lambda *args: (f(*args) ** 2).sum()
+
+    got = jax.jit(jax.grad(loss(sharded), (0, 1, 2, 3)))(*arrays, bias)
+    want = jax.jit(jax.grad(loss(attend), (0, 1, 2, 3)))(*arrays, bias)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
