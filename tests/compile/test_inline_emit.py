@@ -62,6 +62,7 @@ def test_functions_on_numbers_of_every_size():
     assert complaints(codes, (), interpreted(codes, arguments)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 300, 25))
 def test_random_programs(first):
     codes = [inline_programs.random_code(s, equations=(5, 11)) for s in range(first, first + 25)]
