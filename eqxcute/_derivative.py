@@ -8,6 +8,7 @@ anything else.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -280,7 +281,7 @@ def _transpose(cotangents, *operands, params: Linear):
         kernel, kept = params.restore(leaves[: params.count])
         if not brings(kernel, "vjp"):
             return _transposed_jvp(params, leaves, inner)
-        return _own_vjp(params, kernel, kept, leaves[params.count :], inner)
+        return _own_vjp(params, kernel, kept, leaves[params.count :], inner, wanted)
 
     given = params.over_axes(one, len(cotangents))(*residuals, *cotangents)
     return [None] * params.count + [ct if w else None for ct, w in zip(given, wanted, strict=True)]
@@ -293,10 +294,13 @@ def _transposed_jvp(params: Linear, leaves, inner):
     return list(back(list(leaves[params.count :])))
 
 
-def _own_vjp(params: Linear, kernel, residuals, cotangents, inner):
+def _own_vjp(params: Linear, kernel, residuals, cotangents, inner, wanted):
     floats = iter(cotangents)
     full = [next(floats) if is_float else None for is_float in params.outputs]
-    given = kernel.vjp(residuals, jax.tree.unflatten(params.tree, full))
+    more = {}
+    if "needed" in inspect.signature(kernel.vjp).parameters:
+        more["needed"] = tuple(jax.tree.unflatten(params.arguments, wanted))
+    given = kernel.vjp(residuals, jax.tree.unflatten(params.tree, full), **more)
     places = jax.tree.unflatten(params.arguments, range(params.arguments.num_leaves))
     count = len(places)
     if not isinstance(given, (tuple, list)) or len(given) != count:

@@ -189,7 +189,11 @@ class Kernel(eqx.Module):
         return reference_jvp(self, primals, tangents)
 
     def vjp(self, residuals, cotangents):
-        """A tuple of the arguments' cotangents, None for integers. By default the transpose of `jvp`."""
+        """A tuple of the arguments' cotangents, None for integers. By default the transpose of `jvp`.
+
+        If it takes a keyword `needed`, it gets a tuple like that with True where a cotangent is wanted: the others may be
+        None, and are not worth computing.
+        """
         raise NotImplementedError
 
     def batch(self, axis_size, batched, *arguments):

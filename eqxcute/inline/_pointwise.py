@@ -439,7 +439,8 @@ class PointwiseKernel(Kernel):
         tables, *arrays = primals
         needed = frozenset(a.name for a in self.function.arguments)
         if not any(map(_is_float, tables)):
-            needed = self._pullback(tables)[0].code.depends
+            moving = [a.name for a in self.function.arguments if _is_float(a)]
+            needed = self._pullback(tables, moving)[0].code.depends
         return tables, tuple(
             x if a.name in needed else jax.ShapeDtypeStruct(x.shape, x.dtype)
             for x, a in zip(arrays, self.function.arguments, strict=True)
@@ -454,8 +455,9 @@ class PointwiseKernel(Kernel):
         ]
         return reference_jvp(self, (tables, *arrays), tangents)
 
-    def vjp(self, residuals, cotangents):
+    def vjp(self, residuals, cotangents, *, needed):
         tables, arrays = residuals
+        of_tables, *of_arrays = needed
         cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
         cotangents = [ct for ct in cotangents if ct is not None]
         found = self._layout(arrays)
@@ -465,11 +467,16 @@ class PointwiseKernel(Kernel):
             if not isinstance(x, jax.ShapeDtypeStruct)
         }
         given |= {self._cotangent(i): ct for i, ct in enumerate(cotangents)}
-        back = iter(run(*self._pullback(tables), given, self.exact))
-        moved = [
-            found.summed(next(back), role) if _is_float(x) else None
-            for x, role in zip(arrays, self.roles, strict=True)
+        names = [
+            a.name for a, wanted in zip(self.function.arguments, of_arrays, strict=True) if wanted
         ]
+        back = iter(run(*self._pullback(tables, names), given, self.exact) if names else ())
+        moved = [
+            found.summed(next(back), role) if wanted else None
+            for wanted, role in zip(of_arrays, self.roles, strict=True)
+        ]
+        if not any(of_tables):
+            return (None,) * len(tables), *moved
         return self._tables_vjp(tables, arrays, cotangents), *moved
 
     def _cotangent(self, i: int) -> str:
@@ -479,10 +486,9 @@ class PointwiseKernel(Kernel):
             prefix += "'"
         return f"{prefix}{i}"
 
-    def _pullback(self, tables) -> tuple[Program, list]:
-        """A program: the arguments and the floating results' cotangents -> the floating arguments' cotangents."""
+    def _pullback(self, tables, moving: Sequence[str]) -> tuple[Program, list]:
+        """A program: the arguments and the floating results' cotangents -> the cotangents of those in `moving`."""
         names = [a.name for a in self.function.arguments]
-        moving = [a.name for a in self.function.arguments if _is_float(a)]
         dtypes = self.function.dtypes
         floats = [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.floating)]
 

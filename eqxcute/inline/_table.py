@@ -20,7 +20,7 @@ Kind = Literal["any", "number", "integer", "float", "bits", "bool", "signed"]
 
 
 class Row(NamedTuple):
-    """`takes`: the kind of dtypes that the inputs may have; `gives`: the result's dtype, that of the first input if None.
+    """`takes`: the kind of dtypes that the inputs may have; `gives`: the result's dtype, that of the last input if None.
 
     `arity`: how many inputs; None for one and more. Parameters of JAX's primitive that change the value are named in
     `params`; all others are dropped.
@@ -154,7 +154,7 @@ ROWS: dict[str, Row] = {
 }
 
 # The same under another name.
-SYNONYMS = {"add_any": "add", "pow2": "exp2"}
+SYNONYMS = {"add_any": "add"}
 
 
 def _polynomial(op, const, x, *coefficients):

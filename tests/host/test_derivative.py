@@ -183,6 +183,42 @@ def test_trees_integers_and_none(kernel, with_extra):
     assert tangent[1][1].dtype == jax.dtypes.float0
 
 
+class Asked:
+    def __init__(self):
+        self.found = []
+
+
+class OnlyNeeded(Mixed):
+    asked: Asked = eqxcute.static()
+
+    def vjp(self, residuals, cotangents, *, needed):
+        ((a, b), index, _), _ = residuals
+        ct, _ = cotangents
+        (of_a, of_b), of_index, of_extra = needed
+        assert of_index is None
+        self.asked.found.append((of_a, of_b, of_extra))
+        full = ct * b[index], jnp.zeros_like(b).at[index].add(ct * a)
+        return tuple(x if n else None for x, n in zip(full, (of_a, of_b), strict=True)), None, None
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_a_kernel_may_ask_which_cotangents_are_needed(wanted):
+    a, b, e = jr.normal(KEYS[0], (3, 4))
+    index = jnp.array([3, 1, 1, 0])
+    asked = Asked()
+    kernel = OnlyNeeded(asked)
+    argnums = tuple(i for i, w in enumerate(wanted) if w)
+
+    def total(f):
+        return lambda a, b: (f((a, b), index, e)[0] ** 2).sum()
+
+    got = jax.grad(total(kernel), argnums)(a, b)
+    want = jax.grad(total(kernel.reference), argnums)(a, b)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+    assert asked.found[-1] == (*wanted, False)
+
+
 class TreeOut(eqxcute.Kernel):
     """A tree out, with None and an integer in it; and the same with its own derivatives."""
 

@@ -246,6 +246,29 @@ def test_reverse_mode_is_one_kernel_more():
     assert calls(jax.grad(total(eqxcute.pointwise(gated)), (0, 1, 2)), *args) == 2
 
 
+def test_only_gradients_that_are_wanted_are_computed():
+    """An output of a kernel that nobody reads is written all the same."""
+    args = normal(0, 5, 7, dtype="bfloat16"), normal(1, 5, 7, dtype="bfloat16"), normal(2, 7)
+    function = total(eqxcute.pointwise(gated))
+    for argnums, outputs in (((0,), 1), ((2,), 1), ((0, 1), 2), ((0, 1, 2), 3)):
+        jaxpr = jax.make_jaxpr(jax.grad(function, argnums))(*args).jaxpr
+        sizes = [
+            len(e.outvars)
+            for e in _equations(jaxpr)
+            if e.primitive.name == "eqxcute_kernel" and len(e.invars) > len(args)
+        ]
+        assert sizes == [outputs], argnums
+
+
+def _equations(jaxpr):
+    for e in jaxpr.eqns:
+        yield e
+        for value in e.params.values():
+            inner = getattr(value, "jaxpr", None)
+            if inner is not None and hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
 def test_a_derivative_that_needs_nothing_keeps_nothing():
     x, row = normal(0, 64, 64), normal(1, 64)
     _, pull = jax.vjp(eqxcute.pointwise(lambda x, r: x + r), x, row)
