@@ -12,8 +12,13 @@ os.chmod(os.environ["EQXCUTE_CACHE_DIR"], 0o700)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of others' imports
     import equinox as _equinox  # noqa: F401
+    import hypothesis
     import jax
     import pytest
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("eqxcute", deadline=None)
+hypothesis.settings.load_profile("eqxcute")
 
 
 def pytest_addoption(parser):
