@@ -33,11 +33,14 @@ def varying_of(kind) -> frozenset:
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
+def varying_of_any(operands: Sequence) -> frozenset:
+    """The axes over which one of them varies."""
+    return frozenset().union(*map(varying, operands))
+
+
 def alike(operands: Sequence) -> list:
     """Operands that all vary over the same manual axes, as a primitive needs them."""
-    axes = (
-        frozenset().union(*(varying(operand) for operand in operands)) if operands else frozenset()
-    )
+    axes = varying_of_any(operands)
     return [over(operand, axes) for operand in operands]
 
 

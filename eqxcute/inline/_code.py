@@ -128,7 +128,7 @@ def bits_of(value: Any, dtype: Any) -> int:
 class Builder:
     """Makes code, one equation at a time: equal ones are shared, and what intervals decide is decided.
 
-    `scope` is the number of equations that must stay as they are: sharing does not reach across (see `Region`).
+    Between `enter` and `leave` new equations are a region's own (see `Region`): what comes after does not share them.
     """
 
     def __init__(self, arguments: Sequence[Argument], limit: int = 50_000):

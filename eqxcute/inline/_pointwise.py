@@ -16,16 +16,12 @@ import numpy as np
 from .. import _fallback, _sharding
 from .._errors import DtypeError, SlowPathWarning, SpecError, sizes
 from .._kernel import Kernel, reference_jvp, static
-from ._code import Argument, Code, Equation, constant, pruned
+from ._code import DTYPES, Argument, Code, Equation, constant, pruned
 from ._evaluate import evaluate_prepared
 from ._roles import Layout, layout, of_roles, over, term, too_large
 from ._scalarise import Outer
 from ._trace import Program, assemble, describe, trace
 from ._walk import POINTWISE, Config
-
-DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64".split()
-)
 
 
 def pointwise(
@@ -119,10 +115,6 @@ class Pointwise(eqx.Module):
         outputs = run(program, captured, given, self.exact)
         outputs = [jnp.broadcast_to(x, shapes.shape) for x in outputs]
         return jax.tree.unflatten(program.tree, outputs)
-
-
-def _varying(arrays: Sequence[Any]) -> frozenset:
-    return frozenset().union(*map(_sharding.varying, arrays))
 
 
 def _checked(where: str, fn: Callable, arrays: Sequence[Any]) -> list[jax.Array]:
@@ -238,7 +230,7 @@ def _computed(program: Program, results: list[int], outside: Sequence[Any], arra
     tables = [jnp.asarray(outside[n]) for n in places]
     arguments = tuple(Argument(name, x.dtype.name) for name, x in given.items())
     code = dataclasses.replace(code, arguments=arguments)
-    varying = _varying([*tables, *given.values()])
+    varying = _sharding.varying_of_any([*tables, *given.values()])
     function = Function(code, program, places, tuple(scalars.items()), varying)
     if not given:  # an entry of a table, always the same
         return list(function(tables, {}))

@@ -116,7 +116,7 @@ def trace(
     arrays, rest = eqx.partition(fn, eqx.is_array)
     leaves, tree = jax.tree.flatten(arrays)
     shapes: list[Any] = []
-    axes = _varying([*beside, *leaves])
+    axes = _sharding.varying_of_any([*beside, *leaves])
 
     def call(leaves, *scalars):
         whole = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
@@ -141,15 +141,11 @@ def trace(
     except jax.errors.UnexpectedTracerError as error:
         raise InlineError(_leaked(role, culprit(fn, error))) from error
     captured = [*closed.consts, *leaves]
-    if not _varying(closed.consts) <= axes:  # closures: known only now
+    if not _sharding.varying_of_any(closed.consts) <= axes:  # closures: known only now
         return trace(fn, arguments, role=role, check=check, beside=[*beside, *closed.consts])
     _check_alive(role, fn, closed.jaxpr, captured)
     program = _program(fn, role, closed.jaxpr, captured, arguments, shapes[-1])
     return program, captured
-
-
-def _varying(arrays: Sequence[Any]) -> frozenset:
-    return frozenset().union(*map(_sharding.varying, arrays))
 
 
 def _check_alive(role: str, fn: Callable, jaxpr: Any, captured: Sequence[Any]) -> None:
