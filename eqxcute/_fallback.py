@@ -66,18 +66,19 @@ def choose(layer: str, implementation: str | None, *, missing: str | None = None
         return "xla"
     if missing is None:
         return "cute"
-    _warn_once(layer, missing)
-    return "xla"
-
-
-def _warn_once(layer: str, missing: str) -> None:
-    with _LOCK:
-        if layer in _WARNED:
-            return
-        _WARNED.add(layer)
-    warnings.warn(
+    warn_once(
+        layer,
         f'{layer} runs as plain JAX on this GPU: {missing}. Pass implementation="xla" to say '
         "that this is meant. (Said once a process.)",
         UserWarning,
-        stacklevel=4,
     )
+    return "xla"
+
+
+def warn_once(key: str, message: str, category: type[Warning], stacklevel: int = 4) -> None:
+    """Warn, unless it was done under this key."""
+    with _LOCK:
+        if key in _WARNED:
+            return
+        _WARNED.add(key)
+    warnings.warn(message, category, stacklevel=stacklevel)

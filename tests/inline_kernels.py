@@ -312,7 +312,7 @@ def row_code(name: str, dtype: str, **params: Any) -> Code:
     """One operation, of the first of `a`, `b` and `c`; `select_n`'s is that of `p`."""
     row = _table.ROWS[name]
     arguments = row_arguments(dtype)
-    build = Builder(arguments)
+    build = Builder()
     p, *numbers = [build.argument(a) for a in arguments]
     inputs = [p, *numbers[:2]] if row.arity is None else numbers[: row.arity]
     result = build.op(name, *inputs, **params)

@@ -101,7 +101,7 @@ class _Generator:
         self.rng = np.random.default_rng(seed)
         self.dtypes = tuple(dtypes)
         self.rows = list(rows)
-        self.build = Builder(arguments)
+        self.build = Builder()
         self.build.operands.extend(operands)
         # A third of all programs keep what the builder would fold.
         self.direct = self.rng.random() < 0.3

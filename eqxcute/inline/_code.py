@@ -131,8 +131,7 @@ class Builder:
     Between `enter` and `leave` new equations are a region's own (see `Region`): what comes after does not share them.
     """
 
-    def __init__(self, arguments: Sequence[Argument], limit: int = 50_000):
-        self.arguments = tuple(arguments)
+    def __init__(self, limit: int = 50_000):
         self.equations: list[Equation] = []
         self.intervals: list[Interval] = []
         self.operands: list[Operand] = []
@@ -168,11 +167,10 @@ class Builder:
         equation = Equation("read", dtype, tuple(indices), (("operand", operand),))
         return self._append(equation, everything(dtype))
 
-    def opaque(self, dtype: Any, why: str, inputs: Sequence[int] = (), **params: Any) -> int:
+    def opaque(self, dtype: Any, why: str, inputs: Sequence[int] = ()) -> int:
         """Never shared: `inputs` say what it depends on."""
         name = _name(dtype)
-        items = (("why", why), *sorted(params.items()))
-        equation = Equation("opaque", name, tuple(inputs), items)
+        equation = Equation("opaque", name, tuple(inputs), (("why", why),))
         return self._append(equation, _anything(name), share=False)
 
     def copy(self, n: int) -> int:

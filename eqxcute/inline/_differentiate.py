@@ -81,7 +81,7 @@ def differentiate(program: Program) -> Derivative:
     derived, constants = trace(
         derivatives, lifted.code.arguments, role=f"the derivative of {program.name}:"
     )
-    build = Builder(code.arguments)
+    build = Builder()
     build.operands = list(code.operands)
     arguments = {a.name: build.argument(a) for a in code.arguments}
     values = _copied(build, code, arguments, {})
@@ -140,7 +140,7 @@ def _lifted(program: Program, names: Mapping[int, str]) -> Program:
     lifted = Code((*code.arguments, *more), (), tuple(equations), code.results)
     regions = tuple(r for r in program.regions if not any(isinstance(v, Outer) for v in r.inputs))
     return dataclasses.replace(
-        program, code=lifted, captured_avals=(), steps=(), operands=(), regions=regions, tree=_LEAF
+        program, code=lifted, steps=(), operands=(), regions=regions, tree=_LEAF
     )
 
 

@@ -1,9 +1,7 @@
 """`pointwise`: a JAX function of scalars, over arrays, as one kernel."""
 
 import dataclasses
-import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -245,7 +243,7 @@ def _restricted(program: Program, results: Sequence[int]) -> Program:
     )
     tree = jax.tree.structure((0,) * len(results))
     arguments = program.code.arguments
-    return assemble(walked, results, arguments, program.captured_avals, program.name, tree)
+    return assemble(walked, results, arguments, program.name, tree)
 
 
 def _scalars_lifted(code: Code, numbers: Sequence[int]) -> tuple[Code, dict[str, int]]:
@@ -288,22 +286,15 @@ def launched(
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
-@functools.lru_cache(maxsize=1024)
-def _spreading_is_said(name: str) -> list[bool]:
-    return []
-
-
 def _warn_of_spreading(name: str, found: Layout, arrays: Sequence) -> None:
-    if _spreading_is_said(name):
-        return
-    _spreading_is_said(name).append(True)
     which = ", ".join(sizes(arrays[i].shape) for i in found.spread)
-    warnings.warn(
+    _fallback.warn_once(
+        f"spreading in {name}",
         f"pointwise of {name}: an array of shape {which} is spread to {sizes(found.shape)} in memory first. The kernel reads "
         "arrays as they are that lack leading axes or that lack trailing ones, cut at one place for all of them. (Said "
         "once a function.)",
         SlowPathWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

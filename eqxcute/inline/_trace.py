@@ -30,14 +30,12 @@ class Program:
 
     - `code`: what kernels are made from: plain data, hashable.
     - `name`: the user's function, with file and line, for messages.
-    - `captured_avals`: of the arrays that it captures.
 
     `prepare` gives the operands of `code` from the captured arrays; `evaluate` runs it under JAX.
     """
 
     code: Code
     name: str
-    captured_avals: tuple[Any, ...]
     steps: tuple[Step, ...]
     operands: tuple[int, ...]  # numbers in the environment of the steps
     regions: tuple[Region, ...]  # in the numbers of `code`, outermost only
@@ -180,13 +178,13 @@ def _program(fn, role, jaxpr, captured, arguments, tree) -> Program:
             "unrolled. Compute what does not depend on the indices on whole arrays, and read it by index"
         )
     else:
-        return assemble(walk, results, arguments, [v.aval for v in held], describe(fn), tree)
+        return assemble(walk, results, arguments, describe(fn), tree)
     # JAX runs it as it is, no kernel can.
     walk, held, scalars = _begun(fn, role, captured, arguments)
     run = functools.partial(_run, jaxpr, split)
     outputs = walk.opaque(run, [*held, *scalars], [v.aval for v in jaxpr.outvars], why)
     results = [int(v.numbers) for v in outputs]
-    return assemble(walk, results, arguments, [v.aval for v in held], describe(fn), tree)
+    return assemble(walk, results, arguments, describe(fn), tree)
 
 
 def _check_effects(jaxpr: Any) -> None:
@@ -201,7 +199,7 @@ def _check_effects(jaxpr: Any) -> None:
 
 def _begun(fn, role, captured, arguments) -> tuple[Scalariser, list[Outer], list[Scalars]]:
     """Code with nothing but its arguments."""
-    build = Builder(arguments)
+    build = Builder()
     scalars = [
         Scalars(np.array(build.argument(a), np.int64), jax.ShapeDtypeStruct((), a.dtype))
         for a in arguments
@@ -214,7 +212,7 @@ def _run(jaxpr: Any, split: int, *values: Any) -> list:
     return jax.core.eval_jaxpr(jaxpr, values[:split], *values[split:])
 
 
-def assemble(walk: Scalariser, results, arguments, avals, name: str, tree: Any) -> Program:
+def assemble(walk: Scalariser, results, arguments, name: str, tree: Any) -> Program:
     """The program without what its results do not need."""
     build = walk.build
     regions = _needed(build.equations, results, walk.regions)
@@ -224,7 +222,7 @@ def assemble(walk: Scalariser, results, arguments, avals, name: str, tree: Any) 
     regions = [_renumbered(r, number, order) for r in regions]
     operands = tuple(walk.operands[k] for k in used)
     steps = _needed_steps(walk.steps, {*operands, *_outers_of(regions)})
-    return Program(code, name, tuple(avals), steps, operands, tuple(regions), tree)
+    return Program(code, name, steps, operands, tuple(regions), tree)
 
 
 def _numbers_of(values: Sequence[Any]) -> list[int]:

@@ -128,7 +128,7 @@ def test_wide_numbers_where_jax_has_them():
 def with_constants(name: str, *inputs: float, dtype: str = "float32"):
     """One row, of `x` where an input is None and else of constants."""
     argument = Argument("x", dtype)
-    build = Builder([argument])
+    build = Builder()
     x = build.argument(argument)
     result = build.op(name, *(x if v is None else build.const(v, dtype) for v in inputs))
     return Code((argument,), (), tuple(build.equations), (result,))
@@ -187,7 +187,7 @@ def test_integers_are_rounded_twice_on_their_way_to_sixteen_bits(dtype, architec
 def reader(rank: int, dtype: str = "int32"):
     """Code that reads a captured array at `i`, `j`, `k`, as they are."""
     arguments = [Argument(name, "int32") for name in "ijk"[:rank]]
-    build = Builder(arguments)
+    build = Builder()
     build.operands.append(Operand(dtype, rank))
     build.read(0, [build.argument(a) for a in arguments])
     n = len(build.equations) - 1

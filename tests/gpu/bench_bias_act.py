@@ -195,9 +195,10 @@ def measure(rows, width, dtype):
     yield from table(f"backward {title}", contenders, 3 * size + bias.nbytes, copied)
 
 
-def main():
+def main(measure=measure, shapes=SHAPES):
+    """Tables of `measure(rows, width, dtype)`, printed last, and what they were measured on."""
     lines = []
-    for shape in SHAPES[: 2 if QUICK else None]:
+    for shape in shapes[: 2 if QUICK else None]:
         for line in measure(*shape):
             lines.append(line)
             print(".", end="", flush=True)

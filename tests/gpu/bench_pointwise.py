@@ -15,7 +15,6 @@ bfloat16, 21 each, and 176 for 4 in float32, whose tanh is exact, 44 each.
 """
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,9 +27,8 @@ from eqxcute.inline import _pointwise
 from eqxcute.inline._walk import POINTWISE, Config
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_bias_act import CALLS, ROUNDS, SETS, check, copies, named, table
+from bench_bias_act import QUICK, SETS, check, copies, main, named, table
 
-QUICK = "quick" in sys.argv[1:]
 SHAPES = [
     (16384, 8192, "bfloat16"),  # the bar
     (16384, 8192, "float32"),
@@ -106,24 +104,5 @@ def measure(rows, width, dtype):
     yield from table(f"gradient {title}", found, 5 * size + bias.nbytes, 2 * size)
 
 
-def main():
-    lines = []
-    for shape in SHAPES[: 2 if QUICK else None]:
-        lines += measure(*shape)
-        print(f"{shape} done", flush=True)
-    query = "name,driver_version,clocks.sm,clocks.mem"
-    asked = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(asked.stdout.strip() or jax.devices()[0].device_kind, "| JAX", jax.__version__)
-    print(
-        f"{SETS} sets of buffers, {ROUNDS} turns of {CALLS} calls; t threads, l lines in flight, c CTAs"
-    )
-    print("\n".join(lines))
-
-
 if __name__ == "__main__":
-    main()
+    main(measure, SHAPES)

@@ -26,7 +26,7 @@ def code_of(fn, arguments=INDICES):
 
 def rebuilt(code):
     """The code, made again by a builder that simplifies, and the new number of each equation."""
-    build = Builder(code.arguments)
+    build = Builder()
     build.operands = list(code.operands)
     arguments, numbers = {a.name: a for a in code.arguments}, []
     for e in code.equations:
@@ -86,14 +86,14 @@ IDENTITIES = {
 def test_operations_with_a_known_number(dtype):
     """x + 0 and its like, both ways round, for every x that is special."""
     values = inline_programs.edge_values(dtype, 1, 8)
-    build = Builder((Argument("x", dtype),))
-    x = build.argument(build.arguments[0])
+    build = Builder()
+    x = build.argument(Argument("x", dtype))
     made = []
     for c in [0, 1, -1, 7, np.inf, np.nan, -0.0] if dtype == "float32" else np.unique(values):
         c = build.const(c, dtype)
         for name in IDENTITIES[dtype]:
             made += [(name, i, build.op(name, *i)) for i in ((x, c), (c, x), (x, x))]
-    code = Code(build.arguments, (), tuple(build.equations), ())
+    code = Code((Argument("x", dtype),), (), tuple(build.equations), ())
     found = inline_numpy.run_all(code, {"x": values}, [])
     for name, inputs, n in made:
         equation = Equation(name, build.equations[n].dtype, inputs)
@@ -171,8 +171,8 @@ def test_the_digest_is_of_the_text():
 
 
 def test_equal_values_are_shared_within_a_scope_and_not_after_it():
-    build = Builder((Argument("x", "int32"),))
-    x = build.argument(build.arguments[0])
+    build = Builder()
+    x = build.argument(Argument("x", "int32"))
     outside = build.op("neg", x)
     build.enter()
     assert build.op("neg", x) == outside
@@ -183,8 +183,8 @@ def test_equal_values_are_shared_within_a_scope_and_not_after_it():
 
 
 def test_going_back_forgets():
-    build = Builder((Argument("x", "int32"),), limit=4)
-    x = build.argument(build.arguments[0])
+    build = Builder(limit=4)
+    x = build.argument(Argument("x", "int32"))
     kept = build.op("neg", x)
     build.op("abs", x)
     build.op("not", x)
@@ -198,7 +198,7 @@ def test_going_back_forgets():
 
 
 def test_a_copy_is_a_value_of_its_own():
-    build = Builder((Argument("x", "float32"),))
-    x = build.argument(build.arguments[0])
+    build = Builder()
+    x = build.argument(Argument("x", "float32"))
     assert len({x, build.copy(x), build.copy(x)}) == 3
     assert build.op("copy", x) == x

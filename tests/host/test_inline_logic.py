@@ -67,7 +67,7 @@ formulas = st.recursive(
 @given(formula=formulas)
 def test_formulas_keep_their_values(low, formula):
     arguments = [Argument(name, "int32", low) for name in NAMES]
-    build = Builder(arguments)
+    build = Builder()
     numbers = [build.argument(a) for a in arguments]
     result = build_formula(build, numbers, formula)
     code = Code(tuple(arguments), (), tuple(build.equations), (result,))
@@ -79,7 +79,7 @@ def test_formulas_keep_their_values(low, formula):
 
 def made(*formulas_, low=0):
     arguments = [Argument(name, "int32", low) for name in NAMES]
-    build = Builder(arguments)
+    build = Builder()
     numbers = [build.argument(a) for a in arguments]
     return build, [build_formula(build, numbers, f) for f in formulas_]
 
@@ -122,7 +122,7 @@ def test_what_may_wrap_around_is_left_alone():
 def test_floats_are_not_negated():
     """Not below is not the same as not less: NaN."""
     arguments = [Argument(name, "float32") for name in NAMES]
-    build = Builder(arguments)
+    build = Builder()
     x, y, _ = (build.argument(a) for a in arguments)
     below = build.op("lt", x, y)
     assert build.equations[build.op("not", below)].op == "not"
