@@ -106,11 +106,7 @@ def _check(program: Program) -> None:
         )
     for region in program.regions:
         for v in region.inputs:
-            if (
-                isinstance(v, Outer)
-                and jnp.issubdtype(v.aval.dtype, jnp.floating)
-                and v.aval.shape != ()
-            ):
+            if isinstance(v, Outer):
                 raise InlineError(
                     f"{program.name} hands a captured array of shape {tuple(v.aval.shape)} to a function with a "
                     "derivative rule of its own (jax.custom_jvp or custom_vjp). Read the array outside of it, and hand "
@@ -138,10 +134,7 @@ def _lifted(program: Program, names: Mapping[int, str]) -> Program:
             more.append(Argument(names[n], dtype))
     # The conversions of wide arguments are there, and convert nothing.
     lifted = Code((*code.arguments, *more), (), tuple(equations), code.results)
-    regions = tuple(r for r in program.regions if not any(isinstance(v, Outer) for v in r.inputs))
-    return dataclasses.replace(
-        program, code=lifted, steps=(), operands=(), regions=regions, tree=_LEAF
-    )
+    return dataclasses.replace(program, code=lifted, steps=(), operands=(), tree=_LEAF)
 
 
 def _widened_reads(code: Code) -> dict[int, str]:

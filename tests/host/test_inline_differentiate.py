@@ -168,6 +168,16 @@ def test_refuses_what_it_cannot_differentiate():
     program, _ = inline.trace(lambda score, b, h, q, kv: score + entry(TABLE, h), ARGUMENTS)
     with pytest.raises(eqxcute.InlineError, match=r"rule of its own.*Read the array outside"):
         inline.differentiate(program)
+
+    @jax.custom_jvp
+    def scaled(x, ids, i):
+        return x * ids[i]
+
+    # Integers have no gradient, but the rule is the function's all the same.
+    scaled.defjvp(lambda p, t: (scaled(*p), t[0] * 100.0))
+    program, _ = inline.trace(lambda score, b, h, q, kv: scaled(score, DOCS, q), ARGUMENTS)
+    with pytest.raises(eqxcute.InlineError, match="rule of its own"):
+        inline.differentiate(program)
     program, _ = inline.trace(
         lambda score, b, h, q, kv: jnp.sort(jnp.stack([score, q + 0.5]))[0], ARGUMENTS
     )
