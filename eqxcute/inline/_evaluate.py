@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from . import _table
 from ._code import Equation, constant
-from ._jaxpr import word_dtype
+from ._jaxpr import is_key, key_implementation, word_dtype
 from ._scalarise import Known, Outer, Region, Scalars
 from ._trace import Program
 
@@ -94,7 +94,7 @@ def _run_region(region: Region, values, outside, settle) -> None:
     reads = any(isinstance(v, Outer) for v in region.inputs)
     results = region.run(*map(whole, region.inputs))
     for out, result in zip(region.outputs, results, strict=True):
-        if jnp.issubdtype(out.aval.dtype, jax.dtypes.prng_key):
+        if is_key(out.aval):
             result = jax.random.key_data(result)
         flat = jnp.ravel(result)
         for i, n in enumerate(out.numbers.reshape(-1)):
@@ -111,6 +111,6 @@ def _assembled(v: Scalars, values) -> Any:
         if parts
         else jnp.zeros(v.numbers.shape, word_dtype(v.aval))
     )
-    if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(array, impl=v.aval.dtype._impl.name)
+    if is_key(v.aval):
+        return jax.random.wrap_key_data(array, impl=key_implementation(v.aval.dtype).name)
     return array

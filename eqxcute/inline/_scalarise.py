@@ -28,6 +28,7 @@ from ._values import (
     Unsupported,
     Value,
     abstract,
+    abstract_of,
     numbered,
 )
 
@@ -69,7 +70,7 @@ class Scalariser:
             self._check_small(array.shape)
             numbers = [self.build.const(x, array.dtype) for x in array.reshape(-1)]
             return Scalars(numbered(numbers, array.shape), aval)
-        if jnp.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
+        if _jaxpr.is_key(value.aval):
             return self._key_words(value)
         self._check_small(value.aval.shape)
         indices = [
@@ -129,8 +130,7 @@ class Scalariser:
     def captured(self, const: Any) -> Known | Outer:
         """A constant of an inner jaxpr: it is known when the kernel is prepared."""
         if id(const) not in self._constants:
-            dtype = const.dtype if hasattr(const, "dtype") else np.asarray(const).dtype
-            (outer,) = self.prepare(lambda: [const], [], [abstract(np.shape(const), dtype)])
+            (outer,) = self.prepare(lambda: [const], [], [abstract_of(const)])
             self._constants[id(const)] = const, outer
         return self._constants[id(const)][1]
 

@@ -20,6 +20,7 @@ from .._errors import InlineError
 from ._code import Argument, Builder, Code, Equation, TooLong, pruned
 from ._jaxpr import has_ended
 from ._scalarise import Known, Outer, Region, Scalariser, Scalars, Step, Unsupported
+from ._values import abstract_of
 
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -205,7 +206,7 @@ def _begun(fn, role, captured, arguments) -> tuple[Scalariser, list[Outer], list
         for a in arguments
     ]
     walk = Scalariser(build, lambda eqn: f"{role} {_place(fn, eqn)}")
-    return walk, [walk.outer(_aval(x)) for x in captured], scalars
+    return walk, [walk.outer(abstract_of(x)) for x in captured], scalars
 
 
 def _run(jaxpr: Any, split: int, *values: Any) -> list:
@@ -279,11 +280,6 @@ def _needed_steps(steps: Sequence[Step], needed: set[int]) -> tuple[Step, ...]:
             kept.append(step)
             needed.update(v.number for v in step.inputs if isinstance(v, Outer))
     return tuple(reversed(kept))
-
-
-def _aval(x: Any) -> Any:
-    dtype = getattr(x, "dtype", None)
-    return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype if dtype is None else dtype)
 
 
 def _check_scalar(role: str, fn: Callable, x: Any) -> None:

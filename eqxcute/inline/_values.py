@@ -94,3 +94,9 @@ def numbered(flat: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
 
 def abstract(shape: Sequence[int], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def abstract_of(x: Any) -> Any:
+    """Of an array, or of a number."""
+    dtype = getattr(x, "dtype", None)
+    return abstract(np.shape(x), np.asarray(x).dtype if dtype is None else dtype)

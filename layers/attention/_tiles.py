@@ -186,8 +186,8 @@ def tile_map(
 ) -> TileMap:
     """Which tiles of queries and keys a mask leaves empty, lets through whole, or cuts.
 
-    A kernel skips empty tiles, and calls the mask in partial ones only. [`flex_attention`][] makes
-    the map itself; make it once where several layers or steps share a mask.
+    A kernel skips empty tiles, and calls the mask in partial ones only. Make the map once where
+    several layers or steps share a mask, and pass it to [`flex_attention`][] as `tiles`.
 
     **Arguments:**
 
