@@ -16,6 +16,7 @@ from ._masks import (
     PrefixLMMask as PrefixLMMask,
     SlidingWindowMask as SlidingWindowMask,
 )
+from ._multihead import MultiheadAttention as MultiheadAttention
 from ._scores import (
     AbstractScore as AbstractScore,
     AdditiveBias as AdditiveBias,

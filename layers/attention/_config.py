@@ -68,3 +68,15 @@ class Compaction:
 
 # The fastest of 12 settings on an H200, 2048 rows of 2048: see CONTRIBUTING.md.
 COMPACTION: Final = Compaction()
+
+
+# Tiles of the kernels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sm80Forward:
+    """Of the forward kernel by `mma.sync`. Frozen: it is in the compile key."""
+
+    tile_q: int
+    tile_kv: int
+    warps: int  # each has whole rows, in steps of 16

@@ -84,16 +84,23 @@ def varies(program: Program) -> str:
     return "".join(a for a in AXES if a in found)
 
 
-def mask_block(program: Program, outside: Sequence[Any], block: Block) -> jax.Array:
+def mask_block(
+    program: Program, outside: Sequence[Any], block: Block, by_row: Sequence[bool] = ()
+) -> jax.Array:
     """The mask over a tile: five axes in the order of `AXES`, of size 1 where it does not vary.
 
-    `outside` is what `program.environment` gave.
+    `outside` is what `program.environment` gave. `by_row` says of which arrays in it there is one
+    for each batch entry, along their first axis.
     """
+    shared, own = _by_row(outside, by_row)
 
-    def one(indices: Mapping[str, Any]) -> jax.Array:
-        return evaluate_prepared(program, indices, outside)
+    def one(scalars: Mapping[str, Any]) -> jax.Array:
+        return evaluate_prepared(program, scalars, _whole(shared, scalars))
 
-    return _over_tile(one, varies(program), _indices(block))
+    axes = varies(program)
+    if own and "b" not in axes:
+        axes = "b" + axes
+    return _over_tile(one, axes, {**_indices(block), **own})
 
 
 def score_block(
@@ -101,13 +108,33 @@ def score_block(
     outside: Sequence[Any],
     score: jax.Array,
     block: Block,
+    by_row: Sequence[bool] = (),
 ) -> jax.Array:
     """The score function over a tile of scores, whose axes are `AXES`."""
+    shared, own = _by_row(outside, by_row)
 
     def one(scalars: Mapping[str, Any]) -> jax.Array:
-        return evaluate_prepared(program, scalars, outside)
+        return evaluate_prepared(program, scalars, _whole(shared, scalars))
 
-    return _over_tile(one, AXES, {"score": (score, AXES), **_indices(block)})
+    return _over_tile(one, AXES, {"score": (score, AXES), **_indices(block), **own})
+
+
+def _by_row(
+    outside: Sequence[Any], by_row: Sequence[bool]
+) -> tuple[list[Any], dict[str, tuple[jax.Array, str]]]:
+    """The arrays that all entries share, and the others by number, as arguments with their axis."""
+    flags = [*by_row, *[False] * (len(outside) - len(by_row))]
+    shared = [None if flag else x for x, flag in zip(outside, flags, strict=False)]
+    own = {
+        f"array {i}": (x, "b")
+        for i, (x, flag) in enumerate(zip(outside, flags, strict=False))
+        if flag and x is not None
+    }
+    return shared, own
+
+
+def _whole(shared: Sequence[Any], scalars: Mapping[str, Any]) -> list[Any]:
+    return [scalars.get(f"array {i}", x) for i, x in enumerate(shared)]
 
 
 def score_block_guarded(
@@ -116,6 +143,7 @@ def score_block_guarded(
     score: jax.Array,
     block: Block,
     allowed: jax.Array | None,
+    by_row: Sequence[bool] = (),
 ) -> jax.Array:
     """As `score_block`, for differentiation in the scores and in the captured arrays.
 
@@ -126,6 +154,7 @@ def score_block_guarded(
     every pair of positions has a contribution of its own until the wide array is reached that
     `program.environment(captured, wide=True)` holds.
     """
+    shared, own = _by_row(outside, by_row)
 
     def one(scalars: Mapping[str, Any]) -> jax.Array:
         ok = scalars.get("allowed", True)
@@ -142,9 +171,10 @@ def score_block_guarded(
 
         s = scalars["score"]
         s = s if allowed is None else jnp.where(ok, s, jnp.zeros_like(s))
-        return evaluate_prepared(program, {**scalars, "score": s}, outside, settle=settle)
+        given = {**scalars, "score": s}
+        return evaluate_prepared(program, given, _whole(shared, scalars), settle=settle)
 
-    arguments = {"score": (score, AXES), **_indices(block)}
+    arguments = {"score": (score, AXES), **_indices(block), **own}
     if allowed is not None:
         axes = "".join(a for a, n in zip(AXES, allowed.shape, strict=True) if n != 1)
         squeezed = allowed.reshape([n for n in allowed.shape if n != 1])
@@ -159,7 +189,7 @@ def _indices(block: Block) -> dict[str, tuple[jax.Array, str]]:
 def _over_tile(
     fn: Callable, mapped: str, arguments: Mapping[str, tuple[jax.Array, str]]
 ) -> jax.Array:
-    """`fn`, of scalars by name, over the tile axes `mapped`. Each array comes with its axes."""
+    """`fn`, of scalars by name (and of arrays), over the tile axes `mapped`. Each array comes with its axes."""
     axes = {name: has for name, (_, has) in arguments.items()}
     arrays = {
         name: x if set(has) <= set(mapped) else jnp.zeros((), x.dtype)

@@ -46,6 +46,8 @@ class Operands(NamedTuple):
     v: Any  # b n k e
     mask: tuple[Any, ...]  # what the mask captures; once prepared, what it reads
     score: tuple[Any, ...]  # likewise of the score
+    rows: Any = None  # b: the functions' batch index; None for 0, 1, 2, ...
+    heads: Any = None  # n g: their query head; None for 0, 1, 2, ...
 
 
 class Outputs(NamedTuple):
@@ -66,6 +68,10 @@ class Plan:
     group: int
     q_len: int
     kv_len: int
+    precision: Any = None  # of products, as JAX takes it
+    # Of what the functions capture: which arrays there is one of for each batch entry, in front.
+    mask_by_row: tuple[bool, ...] = ()
+    score_by_row: tuple[bool, ...] = ()
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -83,7 +89,7 @@ def attend(plan: Plan, operands: Operands) -> Outputs:
 
     @jax.custom_jvp
     def run(operands: Operands) -> Outputs:
-        return _forward(plan, operands)
+        return forward(plan, operands)
 
     def rule(primals, tangents):
         (operands,), (dots,) = primals, tangents
@@ -93,9 +99,7 @@ def attend(plan: Plan, operands: Operands) -> Outputs:
             dots,
             is_leaf=lambda t: isinstance(t, SymbolicZero),
         )
-        # The checkpoint keeps the padded and re-tiled copies made inside from being saved.
-        push = jax.checkpoint(lambda *args: _tangents(plan, *args))
-        return outputs, push(operands, outputs, live)
+        return outputs, tangents(plan, operands, outputs, live)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run(operands)
@@ -112,7 +116,8 @@ class _Softmax(NamedTuple):
     values: Any  # b n g q e
 
 
-def _forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: Plan, operands: Operands) -> Outputs:
+    """As `attend`, without its derivative."""
     tile_q, tile_k = plan.tiles
     operands = _prepared(plan, operands)
     k, v, k0 = _split(operands.k, tile_k), _split(operands.v, tile_k), _starts(plan.kv_len, tile_k)
@@ -132,18 +137,18 @@ def _forward(plan: Plan, operands: Operands) -> Outputs:
 
 
 def _tile_softmax(plan, operands, q, k, v, q0, k0) -> _Softmax:
-    block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
+    block = _block(plan, operands, q.shape[-2], k.shape[-2], q0, k0)
     allowed = _allowed(plan, operands.mask, block)
 
     def compute(q, k, v):
-        s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+        s = _dot(plan, q, k) * jnp.asarray(plan.scale, plan.wide)
         if plan.score is not None:
-            s = score_block(plan.score, operands.score, s, block)
+            s = score_block(plan.score, operands.score, s, block, plan.score_by_row)
         if allowed is not None:
             s = jnp.where(allowed, s, -jnp.inf)
         top = jnp.max(s, axis=-1)
         e = jnp.exp(s - _finite(top)[..., None])
-        return _Softmax(top, jnp.sum(e, axis=-1), _weigh(e.astype(v.dtype), v, plan.wide))
+        return _Softmax(top, jnp.sum(e, axis=-1), _weigh(plan, e.astype(v.dtype), v))
 
     return _unless_empty(plan, allowed, _nothing, compute, q, k, v)
 
@@ -183,8 +188,27 @@ class _Sums(NamedTuple):
     pv: Any  # b n g q e
 
 
-def _tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) -> Outputs:
+def tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) -> Outputs:
     """Tangents of the outputs. Leaves of `dots` are None where the tangent is known to be 0."""
+    # The checkpoint keeps the padded and re-tiled copies made inside from being saved.
+    push = jax.checkpoint(lambda *args: _tangents(plan, *args))
+    return push(operands, outputs, dots)
+
+
+def cotangents(
+    plan: Plan, operands: Operands, outputs: Outputs, cts: Outputs, moving: Operands
+) -> Operands:
+    """Cotangents of the operands, from those of the outputs: the transpose of `tangents`.
+
+    `moving` has an array wherever one is wanted, whose dtype it gets, and None elsewhere.
+    """
+    (found,) = jax.linear_transpose(
+        lambda dots: tangents(plan, operands, outputs, dots), moving
+    )(cts)
+    return found
+
+
+def _tangents(plan: Plan, operands: Operands, outputs: Outputs, dots: Operands) -> Outputs:
     # Wide from here on: the transposed program sums gradients over tiles in these arrays.
     operands = operands._replace(
         q=operands.q.astype(plan.wide),
@@ -236,17 +260,17 @@ def _sums(plan: Plan, operands: Operands, lse: jax.Array) -> _Sums:
 
 
 def _tile_sums(plan, operands, q, k, v, lse, q0, k0) -> _Sums:
-    block = _block(plan, q.shape[-2], k.shape[-2], q0, k0)
+    block = _block(plan, operands, q.shape[-2], k.shape[-2], q0, k0)
     allowed = _allowed(plan, operands.mask, block)
 
     def compute(q, k, v, lse, captured):
-        s = _dot(q, k, plan.wide) * jnp.asarray(plan.scale, plan.wide)
+        s = _dot(plan, q, k) * jnp.asarray(plan.scale, plan.wide)
         if plan.score is not None:
-            s = score_block_guarded(plan.score, captured, s, block, allowed)
+            s = score_block_guarded(plan.score, captured, s, block, allowed, plan.score_by_row)
         if allowed is not None:
             s = jnp.where(allowed, s, -jnp.inf)
         p = jnp.exp(s - _finite(lse)[..., None])
-        return _Sums(jnp.sum(p, axis=-1), _weigh(p, v, plan.wide))
+        return _Sums(jnp.sum(p, axis=-1), _weigh(plan, p, v))
 
     return _unless_empty(plan, allowed, _zeros, compute, q, k, v, lse, operands.score)
 
@@ -285,12 +309,17 @@ def _prepared(plan: Plan, operands: Operands, *, wide: bool = False) -> Operands
     return operands._replace(mask=mask, score=score)
 
 
-def _block(plan: Plan, tile_q: int, tile_k: int, q0, k0) -> Block:
+def _block(plan: Plan, operands: Operands, tile_q: int, tile_k: int, q0, k0) -> Block:
     """Indices of a tile. Those of padding lie past the end; `_allowed` masks them."""
-    heads = jnp.arange(plan.kv_heads * plan.group, dtype=jnp.int32)
+    rows, heads = operands.rows, operands.heads
+    if rows is None:
+        rows = jnp.arange(plan.batch, dtype=jnp.int32)
+    if heads is None:
+        heads = jnp.arange(plan.kv_heads * plan.group, dtype=jnp.int32)
+        heads = heads.reshape(plan.kv_heads, plan.group)
     return Block(
-        jnp.arange(plan.batch, dtype=jnp.int32),
-        heads.reshape(plan.kv_heads, plan.group),
+        rows,
+        heads,
         q0 + jnp.arange(tile_q, dtype=jnp.int32),
         k0 + jnp.arange(tile_k, dtype=jnp.int32),
     )
@@ -304,7 +333,7 @@ def _allowed(plan: Plan, captured: Sequence[Any], block: Block) -> jax.Array | N
     """
     parts = []
     if plan.mask is not None:
-        parts.append(mask_block(plan.mask, captured, block))
+        parts.append(mask_block(plan.mask, captured, block, plan.mask_by_row))
     if plan.q_len % block.q.shape[0]:
         parts.append((block.q < plan.q_len).reshape(1, 1, 1, -1, 1))
     if plan.kv_len % block.k.shape[0]:
@@ -320,18 +349,28 @@ def _unless_empty(plan: Plan, allowed: Any, empty: Callable, compute: Callable, 
     return lax.cond(jnp.any(allowed), compute, lambda *_: empty(shapes), *args)
 
 
-def _dot(q, k, dtype):
+def _dot(plan: Plan, q, k):
     """b n g q d, b n k d -> b n g q k. The group is folded into the rows: k is never repeated."""
     b, n, g, rows, d = q.shape
-    s = jnp.einsum("bnqd,bnkd->bnqk", q.reshape(b, n, g * rows, d), k, preferred_element_type=dtype)
+    s = jnp.einsum(
+        "bnqd,bnkd->bnqk",
+        q.reshape(b, n, g * rows, d),
+        k,
+        precision=plan.precision,
+        preferred_element_type=plan.wide,
+    )
     return s.reshape(b, n, g, rows, k.shape[-2])
 
 
-def _weigh(p, v, dtype):
+def _weigh(plan: Plan, p, v):
     """b n g q k, b n k e -> b n g q e."""
     b, n, g, rows, keys = p.shape
     o = jnp.einsum(
-        "bnqk,bnke->bnqe", p.reshape(b, n, g * rows, keys), v, preferred_element_type=dtype
+        "bnqk,bnke->bnqe",
+        p.reshape(b, n, g * rows, keys),
+        v,
+        precision=plan.precision,
+        preferred_element_type=plan.wide,
     )
     return o.reshape(b, n, g, rows, v.shape[-1])
 

@@ -1,0 +1,344 @@
+"""The attention kernels as JAX sees them: forward and backward, their derivatives, `jax.vmap` of them.
+
+Dims, as in signatures: `...` leading dims, q queries, k keys, n kv heads, g query heads of each, d and e the head dims of k
+and of v, c columns of `rows`.
+
+What tells a kernel where it is are arrays, so that shards and mapped axes need nothing of their own:
+
+- `rows`, `... c`: of each entry of the batch, in column 0 the functions' index `b`; the others index axes that `jax.vmap`
+  added to a list or to a captured array, one column an axis.
+- `heads`, `n g`: the functions' index `h`.
+- `lists`: a pair of what a tile map says of queries' tiles and of keys' tiles, each `(tiles, partial, full, order)`, whose
+  first dims `MapLayout` names; the second may be None in the forward kernel, which hands it on. None without a mask.
+- `mask_arrays`, `score_arrays`: what the functions capture, prepared.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import eqxcute
+from eqxcute import InlineError, _arch, _fallback
+
+from . import _config, _reference
+from ._compiled import Functions
+from ._config import MapLayout
+from ._tiles import transposed
+
+FLOATS = ("float16", "bfloat16", "float32")
+NAMES = ("flex_attention_out", "flex_attention_lse")  # for policies of `jax.checkpoint`
+
+
+class ForwardKernel(eqxcute.Kernel):
+    """Output and LSE. Reverse mode is `BackwardKernel`, forward mode plain JAX, tile by tile."""
+
+    signature = (
+        "... q n g d!%8, ... k n d!%8, ... k n e!%8, ... c!, n g, {}, {}, {} "
+        "-> ... q n g e, ... n g q"
+    )
+    parallel = ("n",)
+    dtypes: ClassVar = {"q": FLOATS, "k": FLOATS, "v": FLOATS}
+    checkpoint_names = NAMES
+
+    functions: Functions = eqxcute.static()
+    layout: MapLayout | None = eqxcute.static()  # of lists; None without a mask
+    precision: str | None = eqxcute.static()  # of float32: "tf32" or "3xtf32"
+    scale: float = eqxcute.attribute(dtype="float32")
+    deterministic: bool = eqxcute.static(False)  # of the backward kernel
+    config: Any = eqxcute.static(None)  # by default that for the architecture
+
+    def out_dtypes(self, q, k, v, *rest):
+        return v.dtype, jnp.float32
+
+    def launch(self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse):
+        from ._kernels.forward import Forward
+
+        config = self.config or _config.forward(*_facts(q, v))
+        functions = self.functions
+        kernel = Forward(
+            config, functions.mask_code, functions.score_code, self.layout, _passes(self.precision)
+        )
+        mask_arrays = functions.mask_operands(mask_arrays)
+        score_arrays = functions.score_operands(score_arrays)
+        lists = None if lists is None else lists[0]
+        kernel(
+            stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, self.scale
+        )
+
+    def reference(self, q, k, v, rows, heads, lists, mask_arrays, score_arrays):
+        plan = _plan(self, q, k, v)
+        operands = _operands(self, q, k, v, rows, heads, mask_arrays, score_arrays)
+        return _outputs(_reference.forward(plan, operands), q)
+
+    def residuals(self, primals, outputs):
+        return primals, outputs
+
+    def jvp(self, residuals, tangents):
+        (q, k, v, rows, heads, _, mask_arrays, score_arrays), (out, lse) = residuals
+        plan = _plan(self, q, k, v)
+        operands = _operands(self, q, k, v, rows, heads, mask_arrays, score_arrays)
+        dq, dk, dv, *_, dscore = tangents
+        score = self.functions.score
+        if score is not None:
+            rows = _folded(rows, 1)
+            dscore = [
+                None if t is None else _of_rows(t, m, rows)
+                for t, m in zip(dscore, score.maps, strict=True)
+            ]
+        dots = _reference.Operands(
+            _queries(dq), _keys(dk), _keys(dv), (None,) * len(mask_arrays), tuple(dscore)
+        )
+        given = _reference.Outputs(_queries(out), _folded(lse, 3))
+        return _outputs(_reference.tangents(plan, operands, given, dots), q)
+
+    def vjp(self, residuals, cotangents, *, needed):
+        (q, k, v, rows, heads, lists, mask_arrays, score_arrays), (out, lse) = residuals
+        arguments = (
+            *(q, k, v, out, lse, *cotangents, rows, heads),
+            _both(lists, self.layout),
+            mask_arrays,
+            score_arrays,
+        )
+        *_, wanted = needed
+        dq, dk, dv, captured = self._backward(tuple(map(bool, wanted)))(*arguments)
+        captured = tuple(
+            None if g is None else g.astype(x.dtype)
+            for g, x in zip(captured, score_arrays, strict=True)
+        )
+        return dq, dk, dv, None, None, _nothing(lists), _nothing(mask_arrays), captured
+
+    def _backward(self, wanted: tuple[bool, ...]):
+        """The kernel, or plain JAX where the score has no derivative that a kernel can compute."""
+        functions = self.functions
+        try:
+            functions = functions.differentiated()
+        except InlineError as error:
+            _fallback.choose(f"the gradient of {_reference.NAME}", None, missing=str(error))
+            differentiable = False
+        else:
+            differentiable = True
+            derived = functions.derived(wanted)
+            read = set() if derived is None else {r.operand for r in derived.reads}
+            wanted = tuple(i in read for i in range(len(wanted)))
+        kernel = BackwardKernel(
+            functions, self.layout, self.precision, wanted, self.scale, self.deterministic
+        )
+        return kernel if differentiable else kernel.reference
+
+    def batch(self, axis_size, batched, q, k, v, rows, *shared):
+        lead = [_with_axis(axis_size, x, f) for x, f in zip((q, k, v), batched[:3], strict=True)]
+        grown = _grown(self, axis_size, batched[3:], rows, *shared)
+        kernel = ForwardKernel(
+            *(grown.functions, grown.layout, self.precision, self.scale),
+            *(self.deterministic, self.config),
+        )
+        return kernel(*lead, *grown.arguments)
+
+
+class BackwardKernel(eqxcute.Kernel):
+    """Cotangents of q, k and v, and in float32 those of the score's `wanted` arrays."""
+
+    parallel = ("n",)
+    dtypes: ClassVar = {"q": FLOATS, "k": FLOATS, "v": FLOATS}
+
+    functions: Functions = eqxcute.static()
+    layout: MapLayout | None = eqxcute.static()
+    precision: str | None = eqxcute.static()
+    wanted: tuple[bool, ...] = eqxcute.static()
+    scale: float = eqxcute.attribute(dtype="float32")
+    deterministic: bool = eqxcute.static(False)
+    config: Any = eqxcute.static(None)
+
+    @property
+    def _captured(self) -> list[str]:
+        """The terms of the score's arrays."""
+        score = self.functions.score
+        ranks = () if score is None else score.ranks
+        return [" ".join(f"s{i}_{j}" for j in range(n)) or "()" for i, n in enumerate(ranks)]
+
+    @property
+    def signature(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # an instance's own
+        captured = self._captured
+        moving = [term for term, wanted in zip(captured, self.wanted, strict=True) if wanted]
+        inputs = [
+            *("... q n g d!%8", "... k n d!%8", "... k n e!%8"),
+            *("... q n g e!%8", "... n g q") * 2,
+            *("... c!", "n g", "{}", "{}", f"[{', '.join(captured)}]" if captured else "{}"),
+        ]
+        outputs = ["... q n g d", "... k n d", "... k n e", *moving]
+        return f"{', '.join(inputs)} -> {', '.join(outputs)}"
+
+    @property
+    def sums(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(f"gradients[3][{i}]" for i, wanted in enumerate(self.wanted) if wanted)
+
+    def out_dtypes(self, q, k, v, *rest):
+        return q.dtype, k.dtype, v.dtype, *[jnp.float32] * sum(self.wanted)
+
+    def out_tree(self, *arguments):
+        return 0, 0, 0, tuple(0 if wanted else None for wanted in self.wanted)
+
+    def workspace(self, q, k, v, *rest):
+        *lead, q_len, kv_heads, group, dim = q.shape
+        shapes = _config.backward_workspace(
+            math.prod(lead), kv_heads * group, q_len, dim, self.deterministic
+        )
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def launch(
+        self,
+        stream,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dlse,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        gradients,
+        *workspace,
+    ):
+        from ._kernels.backward import Backward
+
+        config = self.config or _config.backward(*_facts(q, v))
+        functions = self.functions
+        kernel = Backward(
+            config,
+            functions.mask_code,
+            functions.score_code,
+            functions.derived(self.wanted),
+            self.layout,
+            _passes(self.precision),
+            self.deterministic,
+        )
+        mask_arrays = functions.mask_operands(mask_arrays)
+        score_arrays = functions.score_operands(score_arrays)
+        kernel(
+            *(stream, q, k, v, out, lse, dout, dlse, rows, heads, lists),
+            *(mask_arrays, score_arrays, *gradients, workspace, self.scale),
+        )
+
+    def reference(
+        self, q, k, v, out, lse, dout, dlse, rows, heads, lists, mask_arrays, score_arrays
+    ):
+        plan = _plan(self, q, k, v)
+        given = _reference.Outputs(_queries(out), _folded(lse, 3))
+        cts = _reference.Outputs(_queries(dout), _folded(dlse, 3))
+
+        def operands(moving):
+            q, k, v, wanted = moving
+            arrays = [x if w is None else w for w, x in zip(wanted, score_arrays, strict=True)]
+            return _operands(self, q, k, v, rows, heads, mask_arrays, arrays)
+
+        wide = tuple(
+            x.astype(jnp.float32) if wanted else None
+            for x, wanted in zip(score_arrays, self.wanted, strict=True)
+        )
+        # What stands between the kernel's arrays and the reference's is transposed too: it moves numbers only.
+        whole, back = jax.vjp(operands, (q, k, v, wide))
+        moving = _reference.Operands(
+            *(whole.q, whole.k, whole.v, (None,) * len(whole.mask)),
+            tuple(x if w else None for x, w in zip(whole.score, self.wanted, strict=True)),
+        )
+        found = _reference.cotangents(plan, whole, given, cts, moving)
+        ((dq, dk, dv, captured),) = back(_filled(found, whole))
+        return dq, dk, dv, captured
+
+    def batch(self, axis_size, batched, *arguments):
+        """A gradient an example: an array that all examples share gets one too, as if there were one for each."""
+        lead = [
+            _with_axis(axis_size, x, f) for x, f in zip(arguments[:7], batched[:7], strict=True)
+        ]
+        *shared, score_arrays = arguments[7:]
+        *flags, score_flags = batched[7:]
+        score_arrays = tuple(
+            _with_axis(axis_size, x, f) if w else x
+            for x, f, w in zip(score_arrays, score_flags, self.wanted, strict=True)
+        )
+        score_flags = tuple(f or w for f, w in zip(score_flags, self.wanted, strict=True))
+        grown = _grown(self, axis_size, (*flags, score_flags), *shared, score_arrays)
+        kernel = BackwardKernel(
+            *(grown.functions, grown.layout, self.precision, self.wanted, self.scale),
+            *(self.deterministic, self.config),
+        )
+        return kernel(*lead, *grown.arguments)
+
+
+def _passes(precision: str | None) -> int:
+    """How many products of tensor cores make one of float32 numbers."""
+    return 3 if precision == "3xtf32" else 1
+
+
+def _facts(q, v) -> tuple[Any, int, int, str]:
+    """What a configuration depends on, from CuTe's tensors."""
+    dtype = q.element_type.__name__.lower()
+    return _arch.ARCHITECTURES[_arch.current()], q.shape[-1], v.shape[-1], dtype
+
+
+# The arrays as the reference has them: one leading dim, heads before lengths.
+
+
+def _folded(x: jax.Array, rank: int) -> jax.Array:
+    """The leading dims in one, before the last `rank`."""
+    cut = x.ndim - rank
+    return x.reshape(math.prod(x.shape[:cut]), *x.shape[cut:])
+
+
+def _queries(x: jax.Array) -> jax.Array:
+    """... q n g d -> b n g q d."""
+    return jnp.moveaxis(_folded(x, 4), 1, 3)
+
+
+def _keys(x: jax.Array) -> jax.Array:
+    """... k n d -> b n k d."""
+    return jnp.moveaxis(_folded(x, 3), 1, 2)
+
+
+def _outputs(found: _reference.Outputs, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """b n g q e, b n g q -> ... q n g e, ... n g q."""
+    lead = q.shape[:-4]
+    out = jnp.moveaxis(found.out, 3, 1)
+    return out.reshape(*lead, *out.shape[1:]), found.lse.reshape(*lead, *found.lse.shape[1:])
+
+
+def _plan(kernel, q: jax.Array, k: jax.Array, v: jax.Array) -> _reference.Plan:
+    *lead, q_len, kv_heads, group, _ = q.shape
+    mask, score = kernel.functions.mask, kernel.functions.score
+    return _reference.Plan(
+        mask=None if mask is None else mask.program,
+        score=None if score is None else score.program,
+        scale=kernel.scale,
+        wide=_reference.wide(q.dtype),
+        batch=math.prod(lead),
+        kv_heads=kv_heads,
+        group=group,
+        q_len=q_len,
+        kv_len=k.shape[-3],
+        precision=_reference.PRECISIONS[kernel.precision],
+        mask_by_row=() if mask is None else mask.by_row,
+        score_by_row=() if score is None else score.by_row,
+    )
+
+
+def _operands(kernel, q, k, v, rows, heads, mask_arrays, score_arrays) -> _reference.Operands:
+    rows = _folded(rows, 1)
+    mask, score = kernel.functions.mask, kernel.functions.score
+    return _reference.Operands(
+        _queries(q),
+        _keys(k),
+        _keys(v),
+        () if mask is None else mask.for_rows(mask_arrays, rows),
+        () if score is None else score.for_rows(score_arrays, rows),
+        rows[:, 0],
+        heads,
+    )
