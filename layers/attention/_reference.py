@@ -24,8 +24,8 @@ summed in float32, and probabilities are cast to v's dtype before they meet v, a
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,14 @@ from eqxcute.inline import Program
 
 from . import _config
 from ._functions import Block, mask_block, score_block, score_block_guarded
+
+
+# Of products of float32 numbers, by the names that users give; on a GPU these are what the names say.
+PRECISIONS: Final[Mapping[str | None, Any]] = {
+    None: None,
+    "tf32": lax.Precision.DEFAULT,
+    "3xtf32": lax.Precision.HIGHEST,
+}
 
 
 class Operands(NamedTuple):
@@ -91,8 +99,8 @@ def attend(plan: Plan, operands: Operands) -> Outputs:
     def run(operands: Operands) -> Outputs:
         return forward(plan, operands)
 
-    def rule(primals, tangents):
-        (operands,), (dots,) = primals, tangents
+    def rule(primals, moves):
+        (operands,), (dots,) = primals, moves
         outputs = run(operands)
         live = jax.tree.map(
             lambda t: None if isinstance(t, SymbolicZero) else t,
