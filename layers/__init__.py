@@ -2,6 +2,7 @@
 
 from .attention import (
     FlexAttention as FlexAttention,
+    MultiheadAttention as MultiheadAttention,
     TileMap as TileMap,
     flex_attention as flex_attention,
     tile_map as tile_map,

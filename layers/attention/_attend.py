@@ -13,13 +13,13 @@ What tells a kernel where it is are arrays, so that shards and mapped axes need 
 - `mask_arrays`, `score_arrays`: what the functions capture, prepared.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import eqxcute
@@ -83,15 +83,12 @@ class ForwardKernel(eqxcute.Kernel):
         plan = _plan(self, q, k, v)
         operands = _operands(self, q, k, v, rows, heads, mask_arrays, score_arrays)
         dq, dk, dv, *_, dscore = tangents
-        score = self.functions.score
-        if score is not None:
-            rows = _folded(rows, 1)
-            dscore = [
-                None if t is None else _of_rows(t, m, rows)
-                for t, m in zip(dscore, score.maps, strict=True)
-            ]
         dots = _reference.Operands(
-            _queries(dq), _keys(dk), _keys(dv), (None,) * len(mask_arrays), tuple(dscore)
+            _queries(dq),
+            _keys(dk),
+            _keys(dv),
+            (None,) * len(mask_arrays),
+            _rows_of(self.functions, dscore, rows),
         )
         given = _reference.Outputs(_queries(out), _folded(lse, 3))
         return _outputs(_reference.tangents(plan, operands, given, dots), q)
@@ -100,7 +97,7 @@ class ForwardKernel(eqxcute.Kernel):
         (q, k, v, rows, heads, lists, mask_arrays, score_arrays), (out, lse) = residuals
         arguments = (
             *(q, k, v, out, lse, *cotangents, rows, heads),
-            _both(lists, self.layout),
+            _both(lists),
             mask_arrays,
             score_arrays,
         )
@@ -118,7 +115,7 @@ class ForwardKernel(eqxcute.Kernel):
         try:
             functions = functions.differentiated()
         except InlineError as error:
-            _fallback.choose(f"the gradient of {_reference.NAME}", None, missing=str(error))
+            _fallback.choose("the gradient of FlexAttention", None, missing=str(error))
             differentiable = False
         else:
             differentiable = True
@@ -232,27 +229,30 @@ class BackwardKernel(eqxcute.Kernel):
         self, q, k, v, out, lse, dout, dlse, rows, heads, lists, mask_arrays, score_arrays
     ):
         plan = _plan(self, q, k, v)
-        given = _reference.Outputs(_queries(out), _folded(lse, 3))
-        cts = _reference.Outputs(_queries(dout), _folded(dlse, 3))
-
-        def operands(moving):
-            q, k, v, wanted = moving
-            arrays = [x if w is None else w for w, x in zip(wanted, score_arrays, strict=True)]
-            return _operands(self, q, k, v, rows, heads, mask_arrays, arrays)
-
+        operands = _operands(self, q, k, v, rows, heads, mask_arrays, score_arrays)
         wide = tuple(
             x.astype(jnp.float32) if wanted else None
             for x, wanted in zip(score_arrays, self.wanted, strict=True)
         )
-        # What stands between the kernel's arrays and the reference's is transposed too: it moves numbers only.
-        whole, back = jax.vjp(operands, (q, k, v, wide))
-        moving = _reference.Operands(
-            *(whole.q, whole.k, whole.v, (None,) * len(whole.mask)),
-            tuple(x if w else None for x, w in zip(whole.score, self.wanted, strict=True)),
+        moving, back = jax.vjp(lambda some: _rows_of(self.functions, some, rows), wide)
+        score = tuple(
+            x if m is None else m for x, m in zip(operands.score, moving, strict=True)
         )
-        found = _reference.cotangents(plan, whole, given, cts, moving)
-        ((dq, dk, dv, captured),) = back(_filled(found, whole))
-        return dq, dk, dv, captured
+        operands = operands._replace(score=score)
+        found = _reference.cotangents(
+            plan,
+            operands,
+            _reference.Outputs(_queries(out), _folded(lse, 3)),
+            _reference.Outputs(_queries(dout), _folded(dlse, 3)),
+            operands._replace(
+                mask=(None,) * len(operands.mask), score=moving, rows=None, heads=None
+            ),
+        )
+        dq = jnp.moveaxis(found.q, 3, 1).reshape(q.shape)
+        dk, dv = (
+            jnp.moveaxis(d, 2, 1).reshape(x.shape) for d, x in ((found.k, k), (found.v, v))
+        )
+        return dq, dk, dv, back(found.score)[0]
 
     def batch(self, axis_size, batched, *arguments):
         """A gradient an example: an array that all examples share gets one too, as if there were one for each."""
@@ -338,7 +338,60 @@ def _operands(kernel, q, k, v, rows, heads, mask_arrays, score_arrays) -> _refer
         _keys(k),
         _keys(v),
         () if mask is None else mask.for_rows(mask_arrays, rows),
-        () if score is None else score.for_rows(score_arrays, rows),
+        _rows_of(kernel.functions, score_arrays, rows),
         rows[:, 0],
         heads,
     )
+
+
+def _rows_of(functions: Functions, arrays: Sequence[Any], rows: jax.Array) -> tuple[Any, ...]:
+    """The score's arrays, or what stands for them, as the reference has them."""
+    score = functions.score
+    return () if score is None else score.for_rows(arrays, _folded(rows, 1))
+
+
+# Tile lists, and cotangents that are known to be 0.
+
+
+def _both(lists: Any) -> Any:
+    """The lists of both directions."""
+    if lists is None or lists[1] is not None:
+        return lists
+    return lists[0], transposed(lists[0])
+
+
+def _nothing(tree: Any) -> Any:
+    return jax.tree.map(lambda _: None, tree)
+
+
+# `jax.vmap`: the new axis is one more leading dim.
+
+
+class _Grown(NamedTuple):
+    functions: Functions
+    layout: MapLayout | None
+    arguments: tuple  # from `rows` on
+
+
+def _with_axis(size: int, x: jax.Array, has_it: bool) -> jax.Array:
+    return x if has_it else jnp.broadcast_to(x, (size, *x.shape))
+
+
+def _grown(kernel, size: int, batched, rows, heads, lists, mask_arrays, score_arrays) -> _Grown:
+    """What says where the kernel is, over one more axis. What has the axis is indexed by a new column of `rows`."""
+    of_rows, of_heads, of_lists, of_mask, of_score = batched
+    column, layout, functions = rows.shape[-1], kernel.layout, kernel.functions
+    rows = _with_axis(size, rows, of_rows)
+    heads = heads[0] if of_heads else heads  # the same for all
+    if any(jax.tree.leaves(of_lists)):
+        lists = jax.tree.map(lambda x, has_it: _with_axis(size, x, has_it), lists, of_lists)
+        layout = dataclasses.replace(layout, columns=(column, *layout.columns))
+    mask, score = functions.mask, functions.score
+    functions = Functions(
+        mask if mask is None else mask.over_axis(column, of_mask),
+        score if score is None else score.over_axis(column, of_score),
+    )
+    if any(jax.tree.leaves((of_lists, of_mask, of_score))):
+        shape = (*rows.shape[:-1], 1)
+        rows = jnp.concatenate([rows, lax.broadcasted_iota(jnp.int32, shape, 0)], -1)
+    return _Grown(functions, layout, (rows, heads, lists, mask_arrays, score_arrays))

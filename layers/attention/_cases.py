@@ -130,6 +130,11 @@ class Inputs(NamedTuple):
     ids: jax.Array | None  # of documents, int32
 
 
+def document_ids(case: Case) -> jax.Array:
+    each = case.length // case.documents
+    return jnp.asarray(np.repeat(np.arange(case.documents, dtype=np.int32), each))
+
+
 def make_inputs(case: Case, seed: int) -> Inputs:
     keys = jr.split(jr.key(seed), 4)
     shape = (case.batch, case.length, case.heads, case.dim)
@@ -138,10 +143,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         jr.normal(key, size, jnp.bfloat16)
         for key, size in zip(keys, (shape, kv_shape, kv_shape, shape), strict=True)
     )
-    ids = None
-    if case.mask == "document":
-        each = case.length // case.documents
-        ids = jnp.asarray(np.repeat(np.arange(case.documents, dtype=np.int32), each))
+    ids = document_ids(case) if case.mask == "document" else None
     return Inputs(q, k, v, cotangent, ids)
 
 
@@ -227,7 +229,7 @@ def _flex(loaded, case: Case, inputs: Inputs, smoke: bool) -> TorchRun:
     torch, flex = loaded
     torch.compiler.reset()  # each case is compiled for its own sizes, as if it were the first
     leaves, cotangent = _leaves(inputs, heads_first=True)
-    ids = None if inputs.ids is None else as_torch(inputs.ids)
+    ids: Any = None if inputs.ids is None else as_torch(inputs.ids)
     masks = {
         "causal": lambda b, h, i, j: i >= j,
         "window": lambda b, h, i, j: (i >= j) & (i - j < case.window),
@@ -393,9 +395,17 @@ def _nothing() -> None:
 
 # JAX's first: whoever loads cuDNN first decides its version for the process.
 CONTENDERS: Final = (
-    Contender("eqxcute", "eqxcute", _nothing, _ours, _any),
+    Contender("eqxcute", "eqxcute", _nothing, _ours, _any, anywhere=True),
     Contender("cudnn", "cuDNN (jax.nn)", _nothing, _jax_nn("cudnn"), _windowed),
-    Contender("xla", "plain JAX (jax.nn)", _nothing, _jax_nn("xla"), _windowed, on_request=True),
+    Contender(
+        "xla",
+        "plain JAX (jax.nn)",
+        _nothing,
+        _jax_nn("xla"),
+        _windowed,
+        on_request=True,
+        anywhere=True,
+    ),
     Contender("fa4-jax", "fa4-jax", _load_fa4_jax, _fa4_jax, _dense),
     Contender("tokamax", "Tokamax (mosaic)", _load_tokamax, _tokamax, _dense),
     Contender("fa4", "flash-attn-4 (torch)", _load_fa4, _fa4, _any),

@@ -99,6 +99,19 @@ class Function:
         return Function(self.program, maps, self.derivative)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the arrays that the kernel takes."""
+        code = self.program.code
+        inside = {
+            v.number: len(v.aval.shape)
+            for r in self.program.regions
+            for v in r.inputs
+            if isinstance(v, Outer)
+        }
+        known = inside | {i: o.rank for i, o in enumerate(code.operands)}
+        return tuple(known[i] + len(m) for i, m in enumerate(self.maps))
+
+    @property
     def by_row(self) -> tuple[bool, ...]:
         """Of which arrays `for_rows` has one a row."""
         return tuple(map(bool, self.maps))
@@ -106,7 +119,7 @@ class Function:
     def for_rows(self, arrays: Sequence[Any], rows: jax.Array) -> tuple[Any, ...]:
         """The arrays, mapped ones taken apart: what belongs to a row of the batch, along the first axis."""
         return tuple(
-            x.at[tuple(rows[:, c] for c in m)].get(mode="promise_in_bounds") if m else x
+            x if not m or x is None else x.at[tuple(rows[:, c] for c in m)].get(mode="clip")
             for x, m in zip(arrays, self.maps, strict=True)
         )
 

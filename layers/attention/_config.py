@@ -80,3 +80,42 @@ class Sm80Forward:
     tile_q: int
     tile_kv: int
     warps: int  # each has whole rows, in steps of 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sm80Backward:
+    """Of the backward kernel by `mma.sync`. Frozen: it is in the compile key.
+
+    Three kinds of products are cut among the warps in their own ways: `down` is how many warps share the rows of one,
+    the others share its columns.
+    """
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    down_s: int  # scores and their gradient: queries x keys
+    down_kv: int  # gradients of keys and values: keys x dim
+    down_q: int  # gradient of queries: queries x dim
+    stages: int = 2  # tiles of queries in shared memory
+    vector: int = 4  # floats in one atomic: 4 from Hopper on, 1 before
+
+
+@dataclasses.dataclass(frozen=True)
+class MapLayout:
+    """Which dims the lists of a tile map have before those of tiles: first those that `jax.vmap` added, indexed by these
+    `columns` of the kernel's `rows`, outermost first; then batch and heads, of size 1 unless `has_b` and `has_h`.
+    """
+
+    columns: tuple[int, ...]
+    has_b: bool
+    has_h: bool
+    tile: tuple[int, int]  # of the map: queries, keys
+
+
+def backward_workspace(
+    rows: int, heads: int, q_len: int, dim: int, deterministic: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the backward kernel's scratch arrays, all float32. `rows` are of the batch, `heads` query heads."""
+    per_row = (rows * heads * q_len,)
+    sums = (rows * heads * -(-q_len // 64) * 64 * (-(-dim // 16) * 16),)
+    return (per_row, per_row) if deterministic else (per_row, per_row, sums)

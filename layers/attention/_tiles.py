@@ -38,8 +38,8 @@ class TileLists(eqx.Module):
     - `tiles`: Shape `(batch, heads, n, m)`. Each row holds all `m` numbers: those of partial
         tiles, ascending, then those of full ones, ascending, then those of empty ones.
     - `partial`, `full`: `(batch, heads, n)`, how many of each.
-    - `order`: `(batch * heads * n,)`, the rows, numbered in row-major order, by how many tiles they
-        meet: longest first, equal ones as they stand.
+    - `order`: `(batch, heads, n)`, the numbers of each head's rows by how many tiles they meet:
+        longest first, equal ones as they stand.
 
     Partial tiles come first, so that a kernel is two loops, with and without the mask, and neither
     asks which it is; and so that a causal row starts on the diagonal, where its largest scores
@@ -51,7 +51,7 @@ class TileLists(eqx.Module):
     tiles: Int[Array, "*map batch heads n m"]
     partial: Int[Array, "*map batch heads n"]
     full: Int[Array, "*map batch heads n"]
-    order: Int[Array, "*map rows"]
+    order: Int[Array, "*map batch heads n"]
 
 
 class TileMap(eqx.Module):
@@ -353,7 +353,7 @@ def _numpy_lists(verdicts: np.ndarray) -> TileLists:
     kinds = (verdicts - np.int8(1)).view(np.uint8)
     tiles = np.argsort(kinds, axis=-1, kind="stable").astype(np.int32)
     partial, full = (np.sum(verdicts == k, -1, dtype=np.int32) for k in (PARTIAL, FULL))
-    order = np.argsort(-(partial + full).reshape(-1), kind="stable").astype(np.int32)
+    order = np.argsort(-(partial + full), axis=-1, kind="stable").astype(np.int32)
     return TileLists(*map(jnp.asarray, (tiles, partial, full, order)))
 
 
@@ -366,8 +366,16 @@ def _lists_in_jax(code: Code, sizes: Sizes, kernel: bool, operands: Sequence[Any
 def _jax_lists(verdicts: Array, kernel: bool) -> TileLists:
     compact = CompactKernel() if kernel and verdicts.size else CompactKernel().reference
     tiles, partial, full = compact(verdicts)
-    order = jnp.argsort(-(partial + full).reshape(-1), stable=True).astype(jnp.int32)
+    order = jnp.argsort(-(partial + full), axis=-1, stable=True).astype(jnp.int32)
     return TileLists(tiles, partial, full, order)
+
+
+def transposed(lists: Sequence[Any]) -> tuple[Any, ...]:
+    """The lists of the other direction, as `(tiles, partial, full, order)` like those given."""
+    tiles, partial, full, _ = lists
+    verdicts = _spread(jnp, tiles, partial, full)
+    made = _jax_lists(jnp.swapaxes(verdicts, -1, -2), True)
+    return made.tiles, made.partial, made.full, made.order
 
 
 class CompactKernel(eqxcute.Kernel):

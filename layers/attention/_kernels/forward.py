@@ -55,7 +55,7 @@ class Forward:
     def __call__(
         self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, scale
     ):
-        grid = grid_size(self.queries, q.shape[1], heads, rows)
+        grid = grid_size(self.queries, q.shape[1], heads.shape[0] * heads.shape[1], rows)
         if grid > 0:  # an empty grid is a launch error
             self.kernel(
                 q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, scale
@@ -68,7 +68,7 @@ class Forward:
         products = Products(dtype, config.warps, passes=self.passes)
         dim, v_dim = q.shape[4], v.shape[3]
 
-        place = find_place(self.queries, q.shape[1], heads, rows, lists, self.layout)
+        place = find_place(self.queries, q.shape[1], heads, rows, lists, self.layout, True)
         found = find_list(
             self.queries, self.keys, place, k.shape[1], rows, lists, self.layout
         )

@@ -57,16 +57,24 @@ class Axis:
         return cute.ceil_div(length, self.tile * self.pieces) * self.pieces
 
 
-def grid_size(own: Axis, length, heads: cute.Tensor, rows: cute.Tensor):
+def grid_size(own: Axis, length, heads, rows: cute.Tensor):
     """How many CTAs: one for each tile, head and row of the batch."""
-    return own.count(length) * heads.shape[0] * heads.shape[1] * rows.shape[0]
+    return own.count(length) * heads * rows.shape[0]
 
 
 @cute.jit
-def find_place(own: Constexpr, length, heads: cute.Tensor, rows: cute.Tensor, lists, layout: Constexpr):
-    """The CTA's `Place`."""
+def find_place(
+    own: Constexpr,
+    length,
+    heads: cute.Tensor,
+    rows: cute.Tensor,
+    lists,
+    layout: Constexpr,
+    each_query_head: Constexpr,
+):
+    """The CTA's `Place`. Without `each_query_head` there is a CTA for each kv head, and `g` is 0."""
     x, _, _ = cute.arch.block_idx()
-    tiles, groups = own.count(length), heads.shape[1]
+    tiles, groups = own.count(length), heads.shape[1] if const_expr(each_query_head) else Int32(1)
     rest, tile = x // tiles, x % tiles
     head, row = rest % (heads.shape[0] * groups), rest // (heads.shape[0] * groups)
     n, g = head // groups, head % groups

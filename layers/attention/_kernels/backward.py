@@ -1,0 +1,428 @@
+"""Attention, backward, by `mma.sync`: gradients of queries, keys and values, and of what the score function captures.
+
+With S the scores, P = exp(S - lse), dP = dO V^T, and delta = rowsum(dO O) - dlse:
+
+    dV = P^T dO,   dS = P (dP - delta) dscore/ds,   dK = scale dS^T Q,   dQ = scale dS K
+
+    grid       a CTA makes `tile_kv` rows of dK and dV of one kv head (walk.py), in registers
+    heads      the query heads of its group one after the other, so that their gradients are summed in registers
+    tile       of `tile_q` queries: S and dP in registers; P and dS go through shared memory, to be operands of the other
+               three products; dQ is added to float32 sums in memory by atomics, in the order of the accumulator's registers
+    memory     k and v once; q, dO, lse and delta in stages: tile i + 1 arrives while tile i is computed
+    before     before.py makes delta and lse in base 2, and zeroes the sums
+    after      after.py rounds the sums to dQ. Where results must not depend on the order of atomics, queries.py makes dQ
+
+After FlashAttention-2 (Dao 2023).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.memory import SmemAllocator
+
+from eqxcute.inline import bind, results
+
+from .._config import Sm80Backward
+from .functions import Scores, allowed, bind_scores, join_scores, scored, select, start_scores
+from .matrix import (
+    LOG2_E,
+    Products,
+    accumulator,
+    by_rows,
+    coordinates,
+    copy_or_zero,
+    load_tile,
+    multiply,
+    store_tile,
+    tile_layout,
+    transposed,
+    width,
+)
+from .walk import Axis, MapLayout, find_list, find_place, grid_size, tile_at
+
+
+class Backward:
+    """q, out, dout (R, Q, N, G, D|E), k (R, K, N, D), v (R, K, N, E); lse2 and delta (R * N * G, Qpad) float32.
+
+    `mask`, `score` and `derivative` are codes, or None; `layout` says what the lists of the tile map are, None without
+    one.
+    """
+
+    def __init__(
+        self,
+        config: Sm80Backward,
+        mask,
+        score,
+        derivative,
+        layout: MapLayout | None,
+        passes: int = 1,
+        deterministic: bool = False,
+    ):
+        self.config, self.mask, self.score, self.layout = config, mask, score, layout
+        self.derivative, self.passes, self.deterministic = derivative, passes, deterministic
+        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
+        self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
+        self.threads = 32 * config.warps
+
+    @cute.jit
+    def __call__(
+        self,
+        stream,
+        q,
+        k,
+        v,
+        dout,
+        lse2,
+        delta,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        sums,
+        dk,
+        dv,
+        scale,
+    ):
+        grid = grid_size(self.keys, k.shape[1], heads.shape[0], rows)
+        if grid > 0:  # an empty grid is a launch error
+            self.kernel(
+                q,
+                k,
+                v,
+                dout,
+                lse2,
+                delta,
+                rows,
+                heads,
+                lists,
+                mask_arrays,
+                score_arrays,
+                sums,
+                dk,
+                dv,
+                scale,
+            ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q,
+        k,
+        v,
+        dout,
+        lse2,
+        delta,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        sums,
+        dk,
+        dv,
+        scale,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        config, dtype = self.config, q.element_type
+        dim, v_dim = q.shape[4], v.shape[3]
+        of_kv = self.products(dtype, config.down_kv)
+
+        place = find_place(self.keys, k.shape[1], heads, rows, lists, self.layout, False)
+        first = place.tile * config.tile_kv
+        r, n = place.row, place.n
+        gK, gV = k[r, None, n, None], v[r, None, n, None]
+
+        tiles = self.allocate(dtype, dim, v_dim)
+        acc_k = accumulator(of_kv, tid, config.tile_kv, width(dim, dtype))
+        acc_v = accumulator(of_kv, tid, config.tile_kv, width(v_dim, dtype))
+        load_tile(tid, self.threads, gK, tiles.k.iterator, 0, config.tile_kv, dim, first)
+        load_tile(tid, self.threads, gV, tiles.v.iterator, 0, config.tile_kv, v_dim, first)
+        cute.arch.cp_async_commit_group()
+        functions = (
+            start_scores(self.mask, self.score, mask_arrays, score_arrays),
+            start_scores(None, self.derivative, (), score_arrays),
+        )
+        for g in cutlass.range(heads.shape[1], unroll=1):
+            self.head(
+                place._replace(g=g, h=heads[n, g]),
+                (q, dout, lse2, delta, sums),
+                gK.shape[0],
+                rows,
+                lists,
+                tiles,
+                (acc_k, acc_v),
+                functions,
+                first,
+                scale,
+            )
+        acc_k.store(acc_k.load() * scale)
+        self.store(tid, of_kv, acc_k, tiles.k, dk[r, None, n, None], first)
+        self.store(tid, of_kv, acc_v, tiles.v, dv[r, None, n, None], first)
+
+    def products(self, dtype, down: int) -> Products:
+        return Products(dtype, down, self.config.warps // down, self.passes)
+
+    def allocate(self, dtype, dim: int, v_dim: int) -> "Tiles":
+        config, shared = self.config, SmemAllocator()
+
+        def tile(rows, columns, stages=None):
+            return shared.allocate_tensor(dtype, tile_layout(rows, columns, dtype, stages), 1024)
+
+        def numbers():
+            layout = cute.make_layout((config.tile_q, config.stages))
+            return shared.allocate_tensor(Float32, layout, 128)
+
+        return Tiles(
+            q=tile(config.tile_q, dim, config.stages),
+            dout=tile(config.tile_q, v_dim, config.stages),
+            k=tile(config.tile_kv, dim),
+            v=tile(config.tile_kv, v_dim),
+            p=tile(config.tile_q, config.tile_kv),
+            ds=tile(config.tile_q, config.tile_kv),
+            lse2=numbers(),
+            delta=numbers(),
+        )
+
+    @cute.jit
+    def head(self, place, arrays, kv_len, rows, lists, tiles, accs, functions, first, scale):
+        """One query head: all tiles of its queries that meet this tile of keys."""
+        q, dout, lse2, delta, sums = arrays
+        r, n, g = place.row, place.n, place.g
+        tid, _, _ = cute.arch.thread_idx()
+        found = find_list(self.keys, self.queries, place, q.shape[1], rows, lists, self.layout)
+        at_head = (r * q.shape[2] + n) * q.shape[3] + g
+        sources = (
+            q[r, None, n, g, None],
+            dout[r, None, n, g, None],
+            lse2[at_head, None],
+            delta[at_head, None],
+        )
+        context = self.context(tid, q.element_type, place, rows, functions, first)
+        # Queries of one head after the other: the first tile of a head takes the place of an earlier head's last one.
+        cute.arch.sync_threads()
+        if const_expr(self.config.stages > 1):
+            if found.count > 0:
+                self.load(tid, sources, tiles, tile_at(found, self.queries, Int32(0)), 0)
+            cute.arch.cp_async_commit_group()
+        for i in cutlass.range(found.partial, unroll=1):
+            j = self.next_tile(tid, sources, tiles, found, i)
+            self.tile(tid, context, sources, tiles, accs, sums, at_head, j, i, kv_len, scale, True)
+        for i in cutlass.range(found.partial, found.count, unroll=1):
+            j = self.next_tile(tid, sources, tiles, found, i)
+            self.tile(tid, context, sources, tiles, accs, sums, at_head, j, i, kv_len, scale, False)
+        cute.arch.cp_async_wait_group(0)
+
+    def context(self, tid, dtype, place, rows, functions, first) -> "Context":
+        """What is known of a head before its queries: the thread's keys."""
+        config, (scores, derivative) = self.config, functions
+        known = {"b": place.b, "h": place.h}
+        known |= {f"v{i}": rows[place.row, i] for i in range(1, rows.shape[1])}
+        both = bind_scores(scores, **known), bind_scores(derivative, **known)
+        of_s = self.products(dtype, config.down_s)
+        at = by_rows(coordinates(of_s, tid, config.tile_q, config.tile_kv))
+        keys = [first + at[0, c][1] for c in range(cute.size(at, mode=[1]))]
+        columns = [tuple(bind_scores(x, kv_idx=key) for x in both) for key in keys]
+        return Context(both, columns, at, first)
+
+    @cute.jit
+    def load(self, tid, sources, tiles, j, stage):
+        gQ, gO, lse2, delta = sources
+        rows, first = self.config.tile_q, j * self.config.tile_q
+        for source, target in ((gQ, tiles.q), (gO, tiles.dout)):
+            offset = stage * rows * width(source.shape[1], source.element_type)
+            columns = source.shape[1]
+            load_tile(
+                tid, self.threads, source, target.iterator, offset, rows, columns, first
+            )
+        for source, target in ((lse2, tiles.lse2), (delta, tiles.delta)):
+            at = tid * 4
+            if at < rows:
+                inside = first + at < source.shape[0]
+                to = target.iterator + (stage * rows + at)
+                copy_or_zero(to, source.iterator + (first + at), inside)
+
+    @cute.jit
+    def next_tile(self, tid, sources, tiles, found, i):
+        """Waits for tile `i` of the list, starts to load the one after it, and returns the number of tile `i`."""
+        j = tile_at(found, self.queries, i)
+        if const_expr(self.config.stages == 1):
+            cute.arch.sync_threads()
+            self.load(tid, sources, tiles, j, 0)
+            cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()  # all of it is here, and nobody reads tile i - 1, its P or its dS any more
+        if const_expr(self.config.stages > 1):
+            if i + 1 < found.count:
+                self.load(
+                    tid, sources, tiles, tile_at(found, self.queries, i + 1), (i + 1) % 2
+                )
+            cute.arch.cp_async_commit_group()
+        return j
+
+    @cute.jit
+    def tile(
+        self,
+        tid,
+        context: Constexpr,
+        sources,
+        tiles,
+        accs,
+        sums,
+        at_head,
+        j,
+        i,
+        kv_len,
+        scale,
+        is_partial: Constexpr,
+    ):
+        """One tile of queries: gradients of keys and values follow, and its own are added to the sums."""
+        config, dtype = self.config, sources[0].element_type
+        of_s = self.products(dtype, config.down_s)
+        of_kv, of_q = self.products(dtype, config.down_kv), self.products(dtype, config.down_q)
+        stage = i % config.stages if const_expr(config.stages > 1) else 0
+        sQ, sO = tiles.q[None, None, stage], tiles.dout[None, None, stage]
+        acc_k, acc_v = accs
+        m0, at = j * config.tile_q, context.at
+        left = sources[0].shape[0] - m0, kv_len - context.first
+        dim, v_dim = sources[0].shape[1], sources[1].shape[1]
+        factor = scale * LOG2_E if const_expr(self.score is None) else Float32(LOG2_E)
+
+        acc_s = accumulator(of_s, tid, config.tile_q, config.tile_kv)
+        multiply(of_s, tid, acc_s, sQ, tiles.k, depth=dim)
+        s = by_rows(acc_s)
+        slopes = self.apply(s, context, m0, left, scale, is_partial)
+        if const_expr(not is_partial):
+            if (left[0] < config.tile_q) | (left[1] < config.tile_kv):
+                self.cut(s, at, left)
+        for r in range_constexpr(cute.size(s, mode=[0])):
+            exponent = s[r, None].load() * factor - tiles.lse2[at[r, 0][0], stage]
+            s[r, None].store(cute.math.exp2(exponent, fastmath=True))
+        self.to_shared(tid, of_s, acc_s, tiles.p)
+
+        acc_d = accumulator(of_s, tid, config.tile_q, config.tile_kv)
+        multiply(of_s, tid, acc_d, sO, tiles.v, depth=v_dim)
+        ds = by_rows(acc_d)
+        for r in range_constexpr(cute.size(s, mode=[0])):
+            delta = tiles.delta[at[r, 0][0], stage]
+            ds[r, None].store(s[r, None].load() * (ds[r, None].load() - delta))
+        self.chain(s, ds, slopes)
+        self.to_shared(tid, of_s, acc_d, tiles.ds)
+        cute.arch.sync_threads()
+
+        multiply(
+            of_kv, tid, acc_v, transposed(tiles.p), transposed(sO), a_transposed=True, b_transposed=True
+        )
+        if const_expr(not self.deterministic):
+            acc_q = accumulator(of_q, tid, config.tile_q, width(dim, dtype))
+            multiply(of_q, tid, acc_q, tiles.ds, transposed(tiles.k), b_transposed=True)
+            if left[0] > 0:
+                queries = cute.ceil_div(sources[0].shape[0], config.tile_q)
+                self.add(tid, acc_q, sums, Int64(at_head) * queries + j)
+        multiply(
+            of_kv, tid, acc_k, transposed(tiles.ds), transposed(sQ), a_transposed=True, b_transposed=True
+        )
+
+    def apply(self, s, context: "Context", m0, left, scale, is_partial: bool):
+        """The score function, and in a partial tile the mask. Returns d score / d product of each pair, by rows and
+        columns; None without a score function."""
+        if not is_partial and self.score is None:
+            return None
+        slopes = []
+        for r in range(cute.size(s, mode=[0])):
+            row = context.at[r, 0][0]
+            both = [bind_scores(x, q_idx=m0 + row) for x in context.head]
+            slopes.append([])
+            for c, column in enumerate(context.columns):
+                pair, slope = map(join_scores, both, column)
+                value = s[r, c]
+                if self.score is not None:
+                    value = value * scale
+                    slopes[r].append(derivatives(slope, value)[0])
+                    value = scored(pair, value)
+                if is_partial:
+                    seen = (row < left[0]) & (context.at[0, c][1] < left[1])
+                    keep = allowed(pair)
+                    seen = seen if keep is None else seen & keep
+                    value = select(seen, value, -Float32.inf)
+                s[r, c] = value
+        return slopes if self.score is not None else None
+
+    def chain(self, p, ds, slopes) -> None:
+        """`ds` times the slopes. Where p is 0 it stays 0: a slope that a masked pair has may be NaN."""
+        for r, row in enumerate(slopes or ()):
+            for c, slope in enumerate(row):
+                ds[r, c] = select(p[r, c] == 0.0, Float32(0.0), ds[r, c] * slope)
+
+    @cute.jit
+    def cut(self, s, at, left):
+        """Masks what lies past the last query or the last key."""
+        for r in range_constexpr(cute.size(s, mode=[0])):
+            for c in range_constexpr(cute.size(s, mode=[1])):
+                if (at[r, 0][0] >= left[0]) | (at[0, c][1] >= left[1]):
+                    s[r, c] = -Float32.inf
+
+    def to_shared(self, tid, products: Products, acc, tile) -> None:
+        """An accumulator, rounded, to a tile."""
+        held = cute.make_rmem_tensor(acc.layout, products.dtype)
+        held.store(acc.load().to(products.dtype))
+        atom = cute.make_copy_atom(CopyUniversalOp(), products.dtype)
+        copies = cute.make_tiled_copy_C(atom, products.mma).get_slice(tid)
+        cute.copy(copies, copies.retile(held), copies.partition_D(tile))
+
+    def add(self, tid, acc, sums, block) -> None:
+        """Adds an accumulator to its block of the sums, in the order of its registers."""
+        vector, size = self.config.vector, cute.size(acc)
+        start = sums.iterator + (block * (size * self.threads) + tid * vector)
+        for e in range(0, size, vector):
+            to = start + e * self.threads
+            if vector == 4:
+                cute.arch.inline_ptx(
+                    "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[to, *[acc[e + i] for i in range(4)]],
+                )
+            else:
+                cute.arch.red(to, acc[e], op="add", dtype="f32", sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def store(self, tid, products: Constexpr, acc, tile, target, first):
+        """dK or dV, through the tile that k or v was in."""
+        cute.arch.sync_threads()
+        self.to_shared(tid, products, acc, tile)
+        cute.arch.sync_threads()
+        rows = self.config.tile_kv
+        store_tile(tid, self.threads, tile, target, rows, target.shape[1], first)
+
+
+class Tiles(NamedTuple):
+    """In shared memory. Those of queries have a dim of stages."""
+
+    q: cute.Tensor
+    dout: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Of one head, for all tiles of its queries: the scores and their derivative at the head, and at each of the
+    thread's columns; the thread's (row, column)s within a tile; the first key."""
+
+    head: tuple[Scores, Scores]
+    columns: list[tuple[Scores, Scores]]
+    at: Any
+    first: Int32
+
+
+def derivatives(pair: Scores, score: Float32) -> tuple:
+    """d score / d product, and what else the derivative's code gives."""
+    return results(bind(pair.score, score=score))
