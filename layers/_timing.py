@@ -33,6 +33,7 @@ class Run(Protocol):
 
     def results(self, backward: bool) -> list[jax.Array]:
         """The output, and the gradients if they are wanted, in JAX's memory and layout."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
