@@ -119,3 +119,16 @@ def backward_workspace(
     per_row = (rows * heads * q_len,)
     sums = (rows * heads * -(-q_len // 64) * 64 * (-(-dim // 16) * 16),)
     return (per_row, per_row) if deterministic else (per_row, per_row, sums)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeforeBackward:
+    """Of what runs before the backward kernels. Frozen: it is in the compile key."""
+
+    rows: int = 128  # queries of a CTA: what is known of queries is padded to whole ones
+    threads: int = 256
+    sweeps: int = 4  # over queries, in flight
+
+
+# Not measured.
+BEFORE: Final = BeforeBackward()

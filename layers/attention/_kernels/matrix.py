@@ -188,6 +188,15 @@ def as_operand(products: Products, acc):
     return cute.make_tensor(held.iterator, view)
 
 
+def to_shared(products: Products, tid, acc, tile):
+    """An accumulator, rounded to the products' dtype, to a tile."""
+    held = cute.make_rmem_tensor(acc.layout, products.dtype)
+    held.store(acc.load().to(products.dtype))
+    atom = cute.make_copy_atom(CopyUniversalOp(), products.dtype)
+    copies = cute.make_tiled_copy_C(atom, products.mma).get_slice(tid)
+    cute.copy(copies, copies.retile(held), copies.partition_D(tile))
+
+
 def multiply(
     products: Products,
     tid,
