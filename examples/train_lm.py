@@ -3,6 +3,7 @@
     uv run --extra examples examples/train_lm.py               # a CPU: under 3 minutes on two cores
     uv run --extra examples examples/train_lm.py --preset gpu  # an NVIDIA GPU; sized for an H200
     uv run --extra examples examples/train_lm.py --resume      # go on from the last checkpoint
+    ... --preset gpu --implementation xla   # attention as plain JAX: compare the tokens/s at the end
 
 It prints what runs where, a bar with loss and tokens/s, the loss on files it never trained on
 beside a bigram model's on the same bytes, and at the end a sample. Checkpoint and loss curve go to
@@ -23,6 +24,7 @@ import os
 import pathlib
 import shlex
 import signal
+import statistics
 import sys
 import sysconfig
 import time
@@ -35,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tqdm
-from eqxcute.layers import BiasReLU, FlexAttention
+from eqxcute.layers import BiasReLU, FlexAttention, TileMap, tile_map
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt8, UInt32
 from matplotlib.figure import Figure
 
@@ -54,6 +56,7 @@ class Settings:
     depth: int = 3
     heads: int = 2  # few: on a CPU attention costs by heads * context
     compute: str = "float32"  # dtype of activations; parameters are float32 always
+    implementation: str | None = None  # of the attention: "cute", "xla", or the layer's choice
 
     # Training.
     steps: int = 1000
@@ -245,8 +248,10 @@ class Block(eqx.Module):
     bias_relu: BiasReLU
     mlp_out: Float[Array, "width4 width"]
     heads: int = eqx.field(static=True)
+    implementation: str | None = eqx.field(static=True)
 
-    def __init__(self, width: int, heads: int, key):
+    def __init__(self, settings: Settings, key):
+        width, heads = settings.width, settings.heads
         keys = jax.random.split(key, 4)
         self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
         self.query_norm, self.key_norm = Norm(width // heads), Norm(width // heads)
@@ -255,16 +260,17 @@ class Block(eqx.Module):
         self.mlp_in = matrix(width, 4 * width, keys[2])
         self.bias_relu = BiasReLU(4 * width)
         self.mlp_out = matrix(4 * width, width, keys[3], scale=0.0)
-        self.heads = heads
+        self.heads, self.implementation = heads, settings.implementation
 
     def __call__(
-        self, x: Float[Array, "length width"], mask: SourceMask
+        self, x: Float[Array, "length width"], mask: SourceMask, tiles: TileMap
     ) -> Float[Array, "length width"]:
         length, width = x.shape
         qkv = self.attention_norm(x) @ self.query_key_value  # (T, 3 C)
         q, k, v = (a.reshape(length, self.heads, -1) for a in jnp.split(qkv, 3, axis=-1))
         q, k = rotate(self.query_norm(q)), rotate(self.key_norm(k))
-        attended = FlexAttention(mask_fn=mask)(q, k, v)  # (T, H, D)
+        attend = FlexAttention(mask_fn=mask, implementation=self.implementation)
+        attended = attend(q, k, v, tiles=tiles)  # (T, H, D)
         x = x + attended.reshape(length, width) @ self.attention_out
         hidden = self.bias_relu(self.mlp_norm(x) @ self.mlp_in)  # (T, 4 C)
         return x + hidden @ self.mlp_out
@@ -284,7 +290,7 @@ class Transformer(eqx.Module):
         keys = jax.random.split(key, settings.depth + 2)
         width = settings.width
         self.embedding = jax.random.normal(keys[0], (VOCABULARY, width))
-        self.blocks = [Block(width, settings.heads, key) for key in keys[2:]]
+        self.blocks = [Block(settings, key) for key in keys[2:]]
         self.norm = Norm(width)
         self.head = matrix(width, VOCABULARY, keys[1], scale=0.0)  # starts at log 256 = 5.55 nats
         self.window = settings.attention_window
@@ -294,11 +300,12 @@ class Transformer(eqx.Module):
         self, tokens: Int32[Array, " length"], documents: Int32[Array, " length"]
     ) -> Float[Array, "length vocabulary"]:
         mask = SourceMask(documents, self.window)
+        tiles = tile_map(mask, tokens.size, tokens.size)  # what kernels skip, once for all blocks
         # Parameters stay float32 outside; what is computed with is a copy in `compute`.
         model = jax.tree.map(lambda a: a.astype(self.compute), self)
         x = model.embedding[tokens]  # (T, C)
         for block in model.blocks:
-            x = block(x, mask)
+            x = block(x, mask, tiles)
         return (model.norm(x) @ model.head).astype(jnp.float32)  # (T, 256)
 
 
@@ -528,11 +535,15 @@ class Interruption:
 def describe(settings: Settings, state: State, train_text: Corpus, held_out: Corpus, bigram: float):
     length, width, heads = settings.context, settings.width, settings.heads
 
-    def runs_as(call, *shapes: tuple[int, ...]) -> str:
+    def runs_as(implementation: str | None, call, *shapes: tuple[int, ...]) -> str:
         """What the layers pick by themselves: asks for the kernel, to see whether it is had."""
+        if implementation == "xla":
+            return "plain JAX, as asked"
         try:
             jax.eval_shape(call, *(jax.ShapeDtypeStruct(s, settings.compute) for s in shapes))
-        except NotImplementedError:
+        except NotImplementedError as error:
+            if implementation == "cute":
+                raise RunError(str(error)) from error
             return "plain JAX"
         return "CuTe kernel"
 
@@ -548,8 +559,8 @@ def describe(settings: Settings, state: State, train_text: Corpus, held_out: Cor
     size = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     lines = {
         "device": f"{device.device_kind} ({device.platform}), computing in {settings.compute}",
-        "attention": f"FlexAttention, {runs_as(attention, *qkv)}",
-        "bias, ReLU": f"BiasReLU, {runs_as(bias_relu, (length, 4 * width))}",
+        "attention": f"FlexAttention, {runs_as(settings.implementation, attention, *qkv)}",
+        "bias, ReLU": f"BiasReLU, {runs_as(None, bias_relu, (length, 4 * width))}",
         "text": f"Python {major}.{minor}'s standard library, {train_text.stream.size:,} bytes in "
         f"{train_text.starts.size} files",
         "held out": f"{held_out.stream.size:,} bytes in {held_out.starts.size} other files",
@@ -564,17 +575,20 @@ class Clock:
     """Tokens a second. `restart` leaves out what came before: compiling, evaluating, saving."""
 
     def __init__(self):
-        self.tokens, self.seconds = 0, 0.0
+        self.rates: list[float] = []  # one a lap
         self.restart()
 
     def restart(self):
         self.since = time.perf_counter()
 
     def lap(self, tokens: int) -> float:
-        seconds = time.perf_counter() - self.since
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.rates.append(tokens / (time.perf_counter() - self.since))
         self.restart()
-        return tokens / seconds
+        return self.rates[-1]
+
+    def median(self) -> float:
+        """The first lap warms up, and others may be disturbed: runs are compared without those."""
+        return statistics.median(self.rates)
 
 
 def run_steps(
@@ -650,9 +664,11 @@ def train(
             asked_to_stop=lambda: interruption.asked,
         )
     plot(out / "loss.png", checkpoint, bigram)
-    if clock.tokens:
-        rate = clock.tokens / clock.seconds
-        print(f"\n{rate:,.0f} tokens/s, without compiling, evaluating and saving")
+    if clock.rates:
+        laps = len(clock.rates)
+        print(
+            f"\n{clock.median():,.0f} tokens/s, median of {laps} laps without compiling and evaluating"
+        )
     if checkpoint.held_out_curve:
         step, loss = checkpoint.held_out_curve[-1]
         print(f"Held-out loss at step {step}: {loss:.3f} nats a byte. Bigram model: {bigram:.3f}")
@@ -669,9 +685,10 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
     parser.add_argument("--resume", action="store_true", help="continue from --out's checkpoint")
     parser.add_argument("--steps", type=int, help="instead of the preset's number")
+    parser.add_argument("--implementation", choices=("cute", "xla"), help="default: the layer's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     flags = parser.parse_args(arguments)
-    settings = PRESETS[flags.preset]
+    settings = dataclasses.replace(PRESETS[flags.preset], implementation=flags.implementation)
     if flags.steps is not None:
         if flags.steps < 1:
             parser.error(f"--steps must be at least 1, not {flags.steps}")

@@ -37,3 +37,16 @@ def test_each_example_prints_a_time(name, capsys):
     load(name).main(small[name])
     said = capsys.readouterr().out
     assert "GB/s" in said or "TFLOP/s" in said
+
+
+def test_flex_attention_runs_on_kernels(capsys, tmp_path):
+    load("flex_attention").main(["--length", "1000", "--out", str(tmp_path)])  # a ragged end
+    said = capsys.readouterr().out
+    assert "CuTe kernels" in said
+    assert "OVER" not in said
+    assert len(list(tmp_path.glob("*.png"))) == 14
+
+
+def test_custom_mask_trains_on_kernels(capsys):
+    load("custom_mask").main([])
+    assert "CuTe kernels" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -274,6 +275,7 @@ def test_a_run_end_to_end(root, tmp_path, capsys, monkeypatch):
     for part in ("cpu", "FlexAttention, plain JAX", "BiasReLU, plain JAX", "bigram", "parameters"):
         assert part in printed.out
     assert "tokens/s=" in printed.err
+    assert re.search(r"^[\d,]+ tokens/s, median of 39 laps", printed.out, re.MULTILINE)
     assert "loss=" in printed.err
     assert printed.out.count("def ") == 1  # the sample's prompt
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -289,6 +291,40 @@ def test_a_run_end_to_end(root, tmp_path, capsys, monkeypatch):
     assert checkpoint.train_curve[0][1] == pytest.approx(math.log(256), abs=1e-5)
     assert checkpoint.train_curve[-1][1] < 3.5
     assert [step for step, _ in checkpoint.held_out_curve] == list(range(4, 41, 4))
+
+
+def test_the_rate_at_the_end_is_the_median(monkeypatch):
+    """The first lap warms up, and a mean would hold it against the others for ever."""
+    times = iter([0.0, 10.0, 10.0, 11.0, 11.0, 12.0, 12.0, 15.0, 17.0, 17.0])
+    monkeypatch.setattr(train_lm.time, "perf_counter", lambda: next(times))
+    clock = train_lm.Clock()
+    assert [clock.lap(100), clock.lap(100), clock.lap(100)] == [10.0, 100.0, 100.0]
+    clock.restart()  # an evaluation took 3 seconds
+    assert clock.lap(100) == 50.0
+    assert clock.median() == 75.0
+
+
+@pytest.mark.parametrize("implementation", ["cute", "xla"])
+def test_the_implementation_reaches_every_attention(
+    implementation, root, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train_lm, "read_files", lambda _, read=train_lm.read_files: read(root))
+    monkeypatch.setitem(train_lm.PRESETS, "cpu", TINY)
+    seen = []
+
+    def steps(settings, checkpoint, *rest, save_now, asked_to_stop):
+        seen.extend(block.implementation for block in checkpoint.state.model.blocks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_lm, "run_steps", steps)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
+        train_lm.main(["--implementation", implementation, "--out", str(tmp_path)])
+    if implementation == "cute":  # there is none here: said at once, not after a compile
+        assert "needs an NVIDIA GPU" in str(caught.value)
+        assert not seen
+        return
+    assert "FlexAttention, plain JAX, as asked" in capsys.readouterr().out
+    assert seen == TINY.depth * ["xla"]
 
 
 def stop_at(monkeypatch, step: int):
