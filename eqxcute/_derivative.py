@@ -17,6 +17,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
 from . import _kernel, _sharding
@@ -112,6 +113,9 @@ def _own_jvp(found, primals, tangents, call: Call):
                 "is being differentiated. Make it an argument of the kernel, or wrap it in `jax.lax.stop_gradient`."
             )
     outputs = kernel_p.bind(*primals, call=call)
+    for i, name in enumerate(found.kernel.checkpoint_names):
+        # What is kept and what is returned have one name: a policy that keeps it keeps one array.
+        outputs[i] = checkpoint_name(outputs[i], name)
     base = dataclasses.replace(call, maps=())
     trees = {}
 

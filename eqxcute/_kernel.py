@@ -99,7 +99,9 @@ class Kernel(eqx.Module):
     - `compile_options`: More options for `cute.compile`, such as `"--opt-level 2"`.
     - `parallel`: Names of dims along which shards are independent; `...` always is.
     - `sums`: Names of outputs that are sums over the dims of `...` and `parallel` that they lack, as a bias's gradient
-        is: those of several devices are added up.
+        is: those of several devices are added up. A property may make them from the kernel's static fields.
+    - `checkpoint_names`: What policies of `jax.checkpoint` call the outputs, in order: where one keeps them all, the kernel
+        does not run again. Only for kernels with a derivative of their own.
     """
 
     signature: ClassVar[str]
@@ -112,6 +114,7 @@ class Kernel(eqx.Module):
     compile_options: ClassVar[str] = ""
     parallel: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
+    checkpoint_names: ClassVar[tuple[str, ...]] = ()
 
     def __check_init__(self):
         for field in dataclasses.fields(self):

@@ -136,7 +136,7 @@ def is_struct(leaf) -> bool:
 
 
 def _check_option(kernel: Kernel, option: str, names: Sequence[str]) -> None:
-    for name in getattr(type(kernel), option):
+    for name in getattr(kernel, option):
         if name not in names:
             raise SpecError(
                 f"`{name_of(kernel)}.{option}`: {name!r} names no array of this call; there are {', '.join(map(repr, names))}."

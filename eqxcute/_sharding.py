@@ -76,13 +76,13 @@ def _dims(spec: _signature.Spec, rank: int) -> list:
 
 def _may_shard(found) -> set:
     """The dims that may be sharded: every output has them, or is a sum over them."""
-    cls, outputs = type(found.kernel), _kernel.signature_of(found.kernel).outputs
+    kernel, outputs = found.kernel, _kernel.signature_of(found.kernel).outputs
     dims = [
         set(_dims(spec, len(out.shape)))
         for name, spec, out in zip(found.output_names, outputs, found.outputs, strict=True)
-        if name not in cls.sums
+        if name not in kernel.sums
     ]
-    candidates = {*range(len(found.binding.lead)), *cls.parallel}
+    candidates = {*range(len(found.binding.lead)), *kernel.parallel}
     return candidates.intersection(*dims)
 
 

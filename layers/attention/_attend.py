@@ -66,9 +66,7 @@ class ForwardKernel(eqxcute.Kernel):
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
         lists = None if lists is None else lists[0]
-        kernel(
-            stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, self.scale
-        )
+        kernel(stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, self.scale)
 
     def reference(self, q, k, v, rows, heads, lists, mask_arrays, score_arrays):
         plan = _plan(self, q, k, v)
@@ -235,9 +233,7 @@ class BackwardKernel(eqxcute.Kernel):
             for x, wanted in zip(score_arrays, self.wanted, strict=True)
         )
         moving, back = jax.vjp(lambda some: _rows_of(self.functions, some, rows), wide)
-        score = tuple(
-            x if m is None else m for x, m in zip(operands.score, moving, strict=True)
-        )
+        score = tuple(x if m is None else m for x, m in zip(operands.score, moving, strict=True))
         operands = operands._replace(score=score)
         found = _reference.cotangents(
             plan,
@@ -249,9 +245,7 @@ class BackwardKernel(eqxcute.Kernel):
             ),
         )
         dq = jnp.moveaxis(found.q, 3, 1).reshape(q.shape)
-        dk, dv = (
-            jnp.moveaxis(d, 2, 1).reshape(x.shape) for d, x in ((found.k, k), (found.v, v))
-        )
+        dk, dv = (jnp.moveaxis(d, 2, 1).reshape(x.shape) for d, x in ((found.k, k), (found.v, v)))
         return dq, dk, dv, back(found.score)[0]
 
     def batch(self, axis_size, batched, *arguments):
@@ -332,7 +326,7 @@ def _plan(kernel, q: jax.Array, k: jax.Array, v: jax.Array) -> _reference.Plan:
 
 def _operands(kernel, q, k, v, rows, heads, mask_arrays, score_arrays) -> _reference.Operands:
     rows = _folded(rows, 1)
-    mask, score = kernel.functions.mask, kernel.functions.score
+    mask = kernel.functions.mask
     return _reference.Operands(
         _queries(q),
         _keys(k),

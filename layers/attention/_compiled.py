@@ -145,9 +145,7 @@ def _with_columns(code: Code, maps: Sequence[Columns]) -> Code:
         return e._replace(inputs=inputs, params=tuple(params.items()))
 
     first = [Equation("argument", a.dtype, params=(("name", a.name),)) for a in added]
-    operands = [
-        o._replace(rank=o.rank + len(m)) for o, m in zip(code.operands, maps, strict=False)
-    ]
+    operands = [o._replace(rank=o.rank + len(m)) for o, m in zip(code.operands, maps, strict=False)]
     return Code(
         (*code.arguments, *added),
         tuple(operands),

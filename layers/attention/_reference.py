@@ -37,7 +37,6 @@ from eqxcute.inline import Program
 from . import _config
 from ._functions import Block, mask_block, score_block, score_block_guarded
 
-
 # Of products of float32 numbers, by the names that users give; on a GPU these are what the names say.
 PRECISIONS: Final[Mapping[str | None, Any]] = {
     None: None,
@@ -210,9 +209,9 @@ def cotangents(
 
     `moving` has an array wherever one is wanted, whose dtype it gets, and None elsewhere.
     """
-    (found,) = jax.linear_transpose(
-        lambda dots: tangents(plan, operands, outputs, dots), moving
-    )(cts)
+    (found,) = jax.linear_transpose(lambda dots: tangents(plan, operands, outputs, dots), moving)(
+        cts
+    )
     return found
 
 

@@ -80,11 +80,13 @@ def check_lists(tiles):
             parts = np.split(row, [partial, partial + full])
             for part, wanted in zip(parts, (PARTIAL, FULL, EMPTY), strict=True):
                 np.testing.assert_array_equal(part, np.flatnonzero(kind == wanted))
-        work = np.asarray(lists.partial + lists.full).reshape(-1)
-        order = np.asarray(lists.order)
-        np.testing.assert_array_equal(np.sort(order), np.arange(work.size))
-        ranked = list(zip(-work[order], order, strict=True))
-        assert ranked == sorted(ranked)
+        assert lists.order.shape == lists.partial.shape
+        heads, n = math.prod(lists.order.shape[:-1]), lists.order.shape[-1]
+        works = np.asarray(lists.partial + lists.full).reshape(heads, n)
+        for work, order in zip(works, np.asarray(lists.order).reshape(heads, n), strict=True):
+            np.testing.assert_array_equal(np.sort(order), np.arange(n))
+            ranked = list(zip(-work[order], order, strict=True))
+            assert ranked == sorted(ranked)
 
 
 def programs(jaxpr):
@@ -245,7 +247,7 @@ def test_no_queries_or_keys(lengths, traced):
     tiles = (jax.jit(build) if traced else build)(jnp.int32(0))
     n, m = tiles.shape
     assert tiles.forward.tiles.shape == (1, 1, n, m)
-    assert tiles.backward.order.shape == (m,)
+    assert tiles.backward.order.shape == (1, 1, m)
     check_lists(tiles)
     str(tiles)
 
