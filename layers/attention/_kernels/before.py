@@ -89,10 +89,10 @@ class Before:
         lanes = min(32, 1 << (pieces - 1).bit_length())
         at_once = self.config.threads // lanes  # queries in a sweep
         sweeps = min(self.config.sweeps, -(-rows // at_once))
-        lane = tid % lanes
+        lane, own = tid % lanes, tid // lanes
         end = cutlass.min(first + rows, out.shape[0])
-        for start in cutlass.range(tid // lanes, rows, at_once * sweeps, unroll=1):
-            places = [start + i * at_once for i in range(sweeps)]
+        for start in cutlass.range(0, rows, at_once * sweeps, unroll=1):
+            places = [start + i * at_once + own for i in range(sweeps)]
             # What is not there is read from where something is, without a branch: no load waits for another.
             queries = [cutlass.min(first + at, end - 1) for at in places]
             held = [

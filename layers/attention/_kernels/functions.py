@@ -1,50 +1,84 @@
 """A mask and a score function over a tile of scores, each part computed no more often than it varies:
 
-    scores = bind_scores(start_scores(...), b=b, h=h)      # once for a CTA's head
+    scores = bind_head(start_scores(...), place, rows)      # once for a CTA's head
     row = bind_scores(scores, q_idx=q)                      # once for each row of queries that a thread holds
     column = bind_scores(scores, kv_idx=kv)                 # once for each of its columns
     pair = join_scores(row, column)
-    scored(pair, s), allowed(pair)
+    scored(pair, s), allowed(pair), derivatives(pair, s)
 
 Plain functions and frozen records: CuTe carries neither through a loop on the device.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
 
 from eqxcute.inline import Code, bind, join, results, start
+
+from .walk import Place
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The mask and the score, as far as they are computed. None: there is no such function."""
+    """The mask, the score and its derivative, as far as they are computed. None: there is no such function."""
 
     mask: Any
     score: Any
+    derivative: Any = None
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        return self.mask, self.score, self.derivative
 
 
 def start_scores(
-    mask: Code | None, score: Code | None, mask_arrays: Sequence, score_arrays: Sequence
+    mask: Code | None,
+    score: Code | None,
+    mask_arrays: Sequence,
+    score_arrays: Sequence,
+    derivative: Code | None = None,
 ) -> Scores:
-    """What depends on no index. The arrays are those that the codes read, in order."""
+    """What depends on no index. The arrays are those that the codes read, in order; a derivative reads the score's."""
     return Scores(
         None if mask is None else start(mask, mask_arrays),
         None if score is None else start(score, score_arrays),
+        None if derivative is None else start(derivative, score_arrays),
     )
 
 
 def bind_scores(scores: Scores, **scalars: Any) -> Scores:
-    return Scores(*[None if p is None else bind(p, **scalars) for p in (scores.mask, scores.score)])
+    return Scores(*[None if p is None else bind(p, **scalars) for p in scores.parts])
+
+
+def bind_head(scores: Scores, place: Place, rows: cute.Tensor) -> Scores:
+    """At a CTA's head. `v1`, `v2`, ... are what `jax.vmap` added to `rows`."""
+    mapped = {f"v{i}": rows[place.row, i] for i in range(1, rows.shape[1])}
+    return bind_scores(scores, b=place.b, h=place.h, **mapped)
 
 
 def join_scores(a: Scores, b: Scores) -> Scores:
     return Scores(
-        *[None if p is None else join(p, r) for p, r in ((a.mask, b.mask), (a.score, b.score))]
+        *[None if p is None else join(p, r) for p, r in zip(a.parts, b.parts, strict=True)]
     )
+
+
+def pairs(
+    head: Scores, each_row: Sequence[Scores], at: cute.Tensor, first: Int32
+) -> Iterator[tuple[int, int, Int32, Scores]]:
+    """Of each element of a thread's part of a tile: its row and column there, its key, and the functions at it.
+
+    `at` has the coordinates in the tile, by rows; `each_row` the functions at each of the rows; `first` is the tile's
+    first key.
+    """
+    for c in range(cute.size(at, mode=[1])):
+        key = first + at[0, c][1]
+        column = bind_scores(head, kv_idx=key)
+        for r, row in enumerate(each_row):
+            yield r, c, key, join_scores(row, column)
 
 
 def scored(pair: Scores, score: Float32) -> Float32:
@@ -55,6 +89,17 @@ def scored(pair: Scores, score: Float32) -> Float32:
 def allowed(pair: Scores) -> Boolean | None:
     """Whether the query may see the key; None for always."""
     return None if pair.mask is None else results(pair.mask)[0]
+
+
+def masked(pair: Scores, inside: Boolean, value: Float32) -> Float32:
+    """-inf where the query may not see the key, or the key is not `inside`."""
+    keep = allowed(pair)
+    return select(inside if keep is None else inside & keep, value, -Float32.inf)
+
+
+def derivatives(pair: Scores, score: Float32) -> tuple:
+    """The results of the derivative's code, from the scaled product: first d score / d product."""
+    return results(bind(pair.derivative, score=score))
 
 
 def select(condition: Boolean, a: Float32, b: Float32) -> Float32:

@@ -173,6 +173,14 @@ def by_rows(acc):
     return cute.make_tensor(acc.iterator, view)
 
 
+@cute.jit
+def cut(x, at, left, value: Constexpr):
+    """Sets the columns of an accumulator from `left` on, which lie past the last key. Both by rows."""
+    for c in range_constexpr(cute.size(x, mode=[1])):
+        if at[0, c][1] >= left:
+            x[None, c].fill(value)
+
+
 def as_operand(products: Products, acc):
     """An accumulator, rounded to the products' dtype, as the operand A of a next product."""
     held = cute.make_rmem_tensor(acc.layout, products.dtype)
