@@ -299,13 +299,20 @@ def _divided(dtype: str, a: Value, b: Value) -> _Division:
 
 @_row("div")
 def _div(to, a, b):
-    """Fast: `div.full`, right to 2 units in the last place."""
+    """Fast: `div.full`, right to 2 units in the last place; by a constant, times its reciprocal, right to 1.5."""
     if _is_float(to.dtype):
+        if _is_fast(to) and _has_reciprocal(b):
+            return arith.mulf(a.ir, _like(a.ir, 1 / float(b.constant)))
         if to.fast and to.dtype != "float64":
             return llvm.call_intrinsic(a.ir.type, "llvm.nvvm.div.full", [a.ir, b.ir], [], [])
         return arith.divf(a.ir, b.ir)
     d = _divided(to.dtype, a, b)
     return d.q if d.by_zero is None else arith.select(d.by_zero, _like(d.q, -1), d.q)
+
+
+def _has_reciprocal(b: Value) -> bool:
+    """A constant whose reciprocal is a normal number."""
+    return b.constant is not None and 2.0**-126 <= abs(float(b.constant)) <= 2.0**126
 
 
 @_row("rem")
@@ -794,9 +801,13 @@ def _ex2(x):
 
 @_row("tanh")
 def _tanh(to, a):
-    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11."""
+    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11. Of scores: 1 - 2 / (1 + exp(2x)), right to 2^-21 of 1."""
     if _is_fast(to) and to.fast == "bfloat16":
         return cute.math.tanh(cutlass.Float32(a.ir), approx=True).ir_value()
+    if _is_fast(to) and to.fast == "scores":
+        x = a.ir
+        e = _ex2(arith.mulf(x, _like(x, 2 * math.log2(math.e))))
+        return mlir_math.fma(_like(x, -2.0), _rcp(arith.addf(_like(x, 1.0), e)), _like(x, 1.0))
     return _keeping_nan(a, mlir_math.tanh(a.ir))
 
 

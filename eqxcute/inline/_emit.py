@@ -36,7 +36,7 @@ class Partial:
 
 
 def start(
-    code: Code, operands: Sequence[Any], *, fast: bool | Literal["bfloat16", "float16"] = False
+    code: Code, operands: Sequence[Any], *, fast: bool | Literal["bfloat16", "float16", "scores"] = False
 ) -> Partial:
     """Begins, and emits what depends on no scalar at all.
 
@@ -45,7 +45,8 @@ def start(
     - `code`: Of a `Program`.
     - `operands`: The CuTe tensors of `Program.prepare`'s arrays, in order. An array without dimensions is a tensor of one
         element.
-    - `fast`: Allows the hardware's approximations, for results that are rounded to bfloat16 (True means that), or float16.
+    - `fast`: Allows the hardware's approximations, for results that are rounded to bfloat16 (True means that), or float16,
+        or for scores, which an exponential takes: right to some 2^-20 of the largest value on the way, not of each one.
         `_device.py` says how exact each one is. (Keyword only argument.)
 
     **Raises:**
@@ -115,6 +116,17 @@ def results(partial: Partial) -> tuple[Any, ...]:
     return tuple(
         _device.to_cute(partial.values[n].ir, code.equations[n].dtype) for n in code.results
     )
+
+
+def result(partial: Partial, number: int) -> Any:
+    """One of the results, where others may depend on what is not bound yet.
+
+    **Raises:**
+
+    `ValueError` if an argument that it depends on is not bound.
+    """
+    code = partial.code
+    return results(dataclasses.replace(partial, code=dataclasses.replace(code, results=(code.results[number],))))[0]
 
 
 @functools.lru_cache(maxsize=128)

@@ -6,9 +6,10 @@ iterations; smaller ones stay in a CPU's cache, and more of them are empty under
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+from eqxcute._arch import Facts
 from eqxcute._fallback import platform
 
 
@@ -100,6 +101,19 @@ class Sm80Backward:
     vector: int = 4  # floats in one atomic: 4 from Hopper on, 1 before
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sm80Queries:
+    """Of the kernel by `mma.sync` that makes the queries' gradient in a fixed order. Frozen: it is in the compile key."""
+
+    tile_q: int
+    tile_kv: int
+    warps: int  # each has whole rows, in steps of 16
+
+
+LARGEST_DIM: Final = 256  # of heads
+MAP_TILE: Final = (128, 128)  # queries and keys, of maps that are made for one call
+
+
 @dataclasses.dataclass(frozen=True)
 class MapLayout:
     """Which dims the lists of a tile map have before those of tiles: first those that `jax.vmap` added, indexed by these
@@ -115,10 +129,12 @@ class MapLayout:
 def backward_workspace(
     rows: int, heads: int, q_len: int, dim: int, deterministic: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the backward kernel's scratch arrays, all float32. `rows` are of the batch, `heads` query heads."""
-    per_row = (rows * heads * q_len,)
-    sums = (rows * heads * -(-q_len // 64) * 64 * (-(-dim // 16) * 16),)
-    return (per_row, per_row) if deterministic else (per_row, per_row, sums)
+    """Shapes of the backward kernel's scratch arrays, all float32: lse and delta of each query, and the sums of dQ, unless
+    those need none. `rows` are of the batch, `heads` query heads."""
+    padded = -(-q_len // BEFORE.rows) * BEFORE.rows
+    line = (rows * heads, padded)
+    # Wide enough for every dtype and tile.
+    return (line, line) if deterministic else (line, line, (*line, -(-dim // 32) * 32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,3 +148,125 @@ class BeforeBackward:
 
 # Not measured.
 BEFORE: Final = BeforeBackward()
+
+
+# Which tiles a kernel takes. Shared memory decides, and then what was fastest on an H200: see CONTRIBUTING.md.
+
+
+def atom_columns(dim: int, bits: int) -> int:
+    """Columns of a swizzle atom in shared memory: 128 bytes, or for 16 bits 64 where those pad `dim` less."""
+    return 64 if bits == 16 and -(-dim // 32) % 2 == 0 else 32
+
+
+def tile_columns(dim: int, bits: int) -> int:
+    """Columns of a tile in shared memory."""
+    atom = atom_columns(dim, bits)
+    return -(-dim // atom) * atom
+
+
+BITS: Final[Mapping[str, int]] = {"float16": 16, "bfloat16": 16, "float32": 32}
+
+
+def forward_bytes(config: Sm80Forward, dim: int, v_dim: int, bits: int) -> int:
+    """Shared memory of the forward kernel: q, whose place out takes at the end, and two stages of k and v."""
+    d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
+    return (config.tile_q * max(d, e) + 2 * config.tile_kv * (d + e)) * bits // 8
+
+
+def queries_bytes(config: Any, dim: int, v_dim: int, bits: int) -> int:
+    """Shared memory of the kernel of dQ alone: q and dO, and two stages of k and v."""
+    d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
+    return (config.tile_q * (d + e) + 2 * config.tile_kv * (d + e)) * bits // 8
+
+
+def backward_bytes(config: Sm80Backward, dim: int, v_dim: int, bits: int) -> int:
+    """Shared memory of the backward kernel: k and v; stages of q, dO, lse and delta; P and dS."""
+    d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
+    tiles = (config.tile_kv + config.stages * config.tile_q) * (d + e)
+    scores = 2 * config.tile_q * tile_columns(config.tile_kv, bits)
+    return (tiles + scores) * bits // 8 + 2 * config.stages * config.tile_q * 4
+
+
+def _first_that_fits(table, columns: int, fits: Callable[[Any], bool]) -> Any:
+    for widest, config in table:
+        if columns <= widest and fits(config):
+            return config
+    return None
+
+
+def _forward(widest: int, tile_q: int, tile_kv: int, warps: int) -> tuple[int, Sm80Forward]:
+    return widest, Sm80Forward(tile_q=tile_q, tile_kv=tile_kv, warps=warps)
+
+
+# The largest number of columns that a line is for, and the tiles. The first that fits is taken.
+FORWARD: Final = {
+    16: (
+        _forward(128, 128, 64, 4),
+        _forward(256, 64, 64, 4),
+        _forward(256, 64, 32, 4),
+    ),
+    32: (
+        _forward(64, 64, 64, 4),
+        _forward(128, 64, 32, 4),
+        _forward(256, 64, 16, 4),
+        _forward(256, 32, 16, 2),
+    ),
+}
+
+
+def _backward(
+    widest: int, tile_q: int, tile_kv: int, warps: int, down: tuple[int, int, int], stages: int
+) -> tuple[int, Sm80Backward]:
+    s, kv, q = down
+    return widest, Sm80Backward(
+        tile_q=tile_q, tile_kv=tile_kv, warps=warps, down_s=s, down_kv=kv, down_q=q, stages=stages
+    )
+
+
+BACKWARD: Final = {
+    16: (
+        _backward(64, 64, 64, 4, (2, 2, 2), 2),
+        _backward(128, 64, 128, 8, (2, 4, 2), 2),
+        _backward(128, 64, 128, 8, (2, 4, 4), 2),
+        _backward(128, 64, 64, 4, (2, 2, 2), 1),
+        _backward(256, 64, 64, 8, (4, 2, 2), 2),
+        _backward(256, 64, 64, 8, (4, 4, 4), 2),
+        _backward(256, 64, 64, 8, (4, 2, 2), 1),
+        _backward(256, 64, 64, 8, (4, 4, 4), 1),
+        _backward(192, 64, 32, 4, (2, 2, 2), 1),
+        _backward(256, 32, 32, 4, (2, 2, 2), 1),
+    ),
+    32: (
+        _backward(64, 64, 64, 4, (2, 2, 2), 1),
+        _backward(128, 32, 64, 4, (2, 2, 2), 1),
+        _backward(256, 32, 32, 4, (2, 2, 2), 1),
+    ),
+}
+
+
+def forward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Forward | None:
+    """Tiles of the forward kernel. None where none fits."""
+    bits = BITS[dtype]
+    columns = max(tile_columns(dim, bits), tile_columns(v_dim, bits))
+
+    def fits(config):
+        return forward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
+
+    return _first_that_fits(FORWARD[bits], columns, fits)
+
+
+def backward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Backward | None:
+    """Tiles of the backward kernel. None where none fits."""
+    bits = BITS[dtype]
+    sizes = tile_columns(dim, bits), tile_columns(v_dim, bits)
+
+    def fits(config):
+        # Warps beside each other have 16 columns each.
+        across = [config.warps // down for down in (config.down_kv, config.down_q)]
+        divided = all(n % (16 * m) == 0 for n in sizes for m in across)
+        return divided and backward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
+
+    found = _first_that_fits(BACKWARD[bits], max(sizes), fits)
+    if found is None:
+        return None
+    return dataclasses.replace(found, vector=4 if facts.capability >= (9, 0) else 1)

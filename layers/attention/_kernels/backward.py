@@ -21,13 +21,22 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
-from eqxcute.inline import bind, results
-
-from .._config import Sm80Backward
-from .functions import Scores, allowed, bind_scores, join_scores, scored, select, start_scores
+from .._config import BEFORE, Sm80Backward
+from .after import After
+from .before import Before
+from .functions import (
+    Scores,
+    bind_head,
+    bind_scores,
+    derivatives,
+    join_scores,
+    masked,
+    scored,
+    select,
+    start_scores,
+)
 from .matrix import (
     LOG2_E,
     Products,
@@ -39,6 +48,7 @@ from .matrix import (
     multiply,
     store_tile,
     tile_layout,
+    to_shared,
     transposed,
     width,
 )
@@ -46,10 +56,11 @@ from .walk import Axis, MapLayout, find_list, find_place, grid_size, tile_at
 
 
 class Backward:
-    """q, out, dout (R, Q, N, G, D|E), k (R, K, N, D), v (R, K, N, E); lse2 and delta (R * N * G, Qpad) float32.
+    """q, out, dout (R, Q, N, G, D|E), k (R, K, N, D), v (R, K, N, E), lse and dlse (R, N, G, Q) float32.
 
-    `mask`, `score` and `derivative` are codes, or None; `layout` says what the lists of the tile map are, None without
-    one.
+    `mask` and `score` are codes, or None; `derived` is the score's derivative, with what it reads; `layout` says what the
+    lists of the tile map are, None without one. Scratch, float32: lse and delta (R * N * G, Qpad), and unless
+    `deterministic` sums (R * N * G, Qpad, .).
     """
 
     def __init__(
@@ -57,13 +68,15 @@ class Backward:
         config: Sm80Backward,
         mask,
         score,
-        derivative,
+        derived: Any,
         layout: MapLayout | None,
         passes: int = 1,
         deterministic: bool = False,
+        queries: Any = None,
     ):
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
-        self.derivative, self.passes, self.deterministic = derivative, passes, deterministic
+        self.derived, self.passes, self.deterministic = derived, passes, deterministic
+        self.derivative = None if derived is None else derived.code
         tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
         self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
         self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
@@ -76,19 +89,26 @@ class Backward:
         q,
         k,
         v,
+        out,
+        lse,
         dout,
-        lse2,
-        delta,
+        dlse,
         rows,
         heads,
         lists,
         mask_arrays,
         score_arrays,
-        sums,
+        dq,
         dk,
         dv,
+        captured,
+        scratch,
         scale,
     ):
+        lse2, delta, *rest = scratch
+        sums = None if const_expr(self.deterministic) else rest[0]
+        backwards = None if const_expr(lists is None) else lists[1]
+        Before(BEFORE)(stream, out, dout, lse, dlse, lse2, delta, sums)
         grid = grid_size(self.keys, k.shape[1], heads.shape[0], rows)
         if grid > 0:  # an empty grid is a launch error
             self.kernel(
@@ -100,7 +120,7 @@ class Backward:
                 delta,
                 rows,
                 heads,
-                lists,
+                backwards,
                 mask_arrays,
                 score_arrays,
                 sums,
@@ -108,6 +128,8 @@ class Backward:
                 dv,
                 scale,
             ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        if const_expr(not self.deterministic):
+            After(self.config)(stream, sums, dq, scale)
 
     @cute.kernel
     def kernel(
@@ -144,10 +166,7 @@ class Backward:
         load_tile(tid, self.threads, gK, tiles.k.iterator, 0, config.tile_kv, dim, first)
         load_tile(tid, self.threads, gV, tiles.v.iterator, 0, config.tile_kv, v_dim, first)
         cute.arch.cp_async_commit_group()
-        functions = (
-            start_scores(self.mask, self.score, mask_arrays, score_arrays),
-            start_scores(None, self.derivative, (), score_arrays),
-        )
+        scores = start_scores(self.mask, self.score, mask_arrays, score_arrays, self.derivative)
         for g in cutlass.range(heads.shape[1], unroll=1):
             self.head(
                 place._replace(g=g, h=heads[n, g]),
@@ -157,7 +176,7 @@ class Backward:
                 lists,
                 tiles,
                 (acc_k, acc_v),
-                functions,
+                scores,
                 first,
                 scale,
             )
@@ -190,7 +209,9 @@ class Backward:
         )
 
     @cute.jit
-    def head(self, place, arrays, kv_len, rows, lists, tiles, accs, functions, first, scale):
+    def head(
+        self, place, arrays, kv_len, rows, lists, tiles, accs, scores: Constexpr, first, scale
+    ):
         """One query head: all tiles of its queries that meet this tile of keys."""
         q, dout, lse2, delta, sums = arrays
         r, n, g = place.row, place.n, place.g
@@ -203,7 +224,7 @@ class Backward:
             lse2[at_head, None],
             delta[at_head, None],
         )
-        context = self.context(tid, q.element_type, place, rows, functions, first)
+        context = self.context(tid, q.element_type, bind_head(scores, place, rows), first)
         # Queries of one head after the other: the first tile of a head takes the place of an earlier head's last one.
         cute.arch.sync_threads()
         if const_expr(self.config.stages > 1):
@@ -218,17 +239,13 @@ class Backward:
             self.tile(tid, context, sources, tiles, accs, sums, at_head, j, i, kv_len, scale, False)
         cute.arch.cp_async_wait_group(0)
 
-    def context(self, tid, dtype, place, rows, functions, first) -> "Context":
-        """What is known of a head before its queries: the thread's keys."""
-        config, (scores, derivative) = self.config, functions
-        known = {"b": place.b, "h": place.h}
-        known |= {f"v{i}": rows[place.row, i] for i in range(1, rows.shape[1])}
-        both = bind_scores(scores, **known), bind_scores(derivative, **known)
+    def context(self, tid, dtype, head: Scores, first) -> "Context":
+        """What is known of a head before its queries: the functions at the thread's keys."""
+        config = self.config
         of_s = self.products(dtype, config.down_s)
         at = by_rows(coordinates(of_s, tid, config.tile_q, config.tile_kv))
         keys = [first + at[0, c][1] for c in range(cute.size(at, mode=[1]))]
-        columns = [tuple(bind_scores(x, kv_idx=key) for x in both) for key in keys]
-        return Context(both, columns, at, first)
+        return Context(head, [bind_scores(head, kv_idx=key) for key in keys], at, first)
 
     @cute.jit
     def load(self, tid, sources, tiles, j, stage):
@@ -237,9 +254,7 @@ class Backward:
         for source, target in ((gQ, tiles.q), (gO, tiles.dout)):
             offset = stage * rows * width(source.shape[1], source.element_type)
             columns = source.shape[1]
-            load_tile(
-                tid, self.threads, source, target.iterator, offset, rows, columns, first
-            )
+            load_tile(tid, self.threads, source, target.iterator, offset, rows, columns, first)
         for source, target in ((lse2, tiles.lse2), (delta, tiles.delta)):
             at = tid * 4
             if at < rows:
@@ -259,9 +274,7 @@ class Backward:
         cute.arch.sync_threads()  # all of it is here, and nobody reads tile i - 1, its P or its dS any more
         if const_expr(self.config.stages > 1):
             if i + 1 < found.count:
-                self.load(
-                    tid, sources, tiles, tile_at(found, self.queries, i + 1), (i + 1) % 2
-                )
+                self.load(tid, sources, tiles, tile_at(found, self.queries, i + 1), (i + 1) % 2)
             cute.arch.cp_async_commit_group()
         return j
 
@@ -303,7 +316,7 @@ class Backward:
         for r in range_constexpr(cute.size(s, mode=[0])):
             exponent = s[r, None].load() * factor - tiles.lse2[at[r, 0][0], stage]
             s[r, None].store(cute.math.exp2(exponent, fastmath=True))
-        self.to_shared(tid, of_s, acc_s, tiles.p)
+        to_shared(of_s, tid, acc_s, tiles.p)
 
         acc_d = accumulator(of_s, tid, config.tile_q, config.tile_kv)
         multiply(of_s, tid, acc_d, sO, tiles.v, depth=v_dim)
@@ -312,11 +325,17 @@ class Backward:
             delta = tiles.delta[at[r, 0][0], stage]
             ds[r, None].store(s[r, None].load() * (ds[r, None].load() - delta))
         self.chain(s, ds, slopes)
-        self.to_shared(tid, of_s, acc_d, tiles.ds)
+        to_shared(of_s, tid, acc_d, tiles.ds)
         cute.arch.sync_threads()
 
         multiply(
-            of_kv, tid, acc_v, transposed(tiles.p), transposed(sO), a_transposed=True, b_transposed=True
+            of_kv,
+            tid,
+            acc_v,
+            transposed(tiles.p),
+            transposed(sO),
+            a_transposed=True,
+            b_transposed=True,
         )
         if const_expr(not self.deterministic):
             acc_q = accumulator(of_q, tid, config.tile_q, width(dim, dtype))
@@ -325,7 +344,13 @@ class Backward:
                 queries = cute.ceil_div(sources[0].shape[0], config.tile_q)
                 self.add(tid, acc_q, sums, Int64(at_head) * queries + j)
         multiply(
-            of_kv, tid, acc_k, transposed(tiles.ds), transposed(sQ), a_transposed=True, b_transposed=True
+            of_kv,
+            tid,
+            acc_k,
+            transposed(tiles.ds),
+            transposed(sQ),
+            a_transposed=True,
+            b_transposed=True,
         )
 
     def apply(self, s, context: "Context", m0, left, scale, is_partial: bool):
@@ -336,20 +361,17 @@ class Backward:
         slopes = []
         for r in range(cute.size(s, mode=[0])):
             row = context.at[r, 0][0]
-            both = [bind_scores(x, q_idx=m0 + row) for x in context.head]
+            bound = bind_scores(context.head, q_idx=m0 + row)
             slopes.append([])
             for c, column in enumerate(context.columns):
-                pair, slope = map(join_scores, both, column)
-                value = s[r, c]
+                pair, value = join_scores(bound, column), s[r, c]
                 if self.score is not None:
-                    value = value * scale
-                    slopes[r].append(derivatives(slope, value)[0])
-                    value = scored(pair, value)
+                    product = value * scale
+                    value = scored(pair, product)
+                    slopes[r].append(derivatives(pair, product)[0])
                 if is_partial:
-                    seen = (row < left[0]) & (context.at[0, c][1] < left[1])
-                    keep = allowed(pair)
-                    seen = seen if keep is None else seen & keep
-                    value = select(seen, value, -Float32.inf)
+                    inside = (row < left[0]) & (context.at[0, c][1] < left[1])
+                    value = masked(pair, inside, value)
                 s[r, c] = value
         return slopes if self.score is not None else None
 
@@ -366,14 +388,6 @@ class Backward:
             for c in range_constexpr(cute.size(s, mode=[1])):
                 if (at[r, 0][0] >= left[0]) | (at[0, c][1] >= left[1]):
                     s[r, c] = -Float32.inf
-
-    def to_shared(self, tid, products: Products, acc, tile) -> None:
-        """An accumulator, rounded, to a tile."""
-        held = cute.make_rmem_tensor(acc.layout, products.dtype)
-        held.store(acc.load().to(products.dtype))
-        atom = cute.make_copy_atom(CopyUniversalOp(), products.dtype)
-        copies = cute.make_tiled_copy_C(atom, products.mma).get_slice(tid)
-        cute.copy(copies, copies.retile(held), copies.partition_D(tile))
 
     def add(self, tid, acc, sums, block) -> None:
         """Adds an accumulator to its block of the sums, in the order of its registers."""
@@ -393,7 +407,7 @@ class Backward:
     def store(self, tid, products: Constexpr, acc, tile, target, first):
         """dK or dV, through the tile that k or v was in."""
         cute.arch.sync_threads()
-        self.to_shared(tid, products, acc, tile)
+        to_shared(products, tid, acc, tile)
         cute.arch.sync_threads()
         rows = self.config.tile_kv
         store_tile(tid, self.threads, tile, target, rows, target.shape[1], first)
@@ -414,15 +428,10 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Of one head, for all tiles of its queries: the scores and their derivative at the head, and at each of the
-    thread's columns; the thread's (row, column)s within a tile; the first key."""
+    """Of one head, for all tiles of its queries: the functions at the head, and at each of the thread's columns; the
+    thread's (row, column)s within a tile; the first key."""
 
-    head: tuple[Scores, Scores]
-    columns: list[tuple[Scores, Scores]]
+    head: Scores
+    columns: list[Scores]
     at: Any
     first: Int32
-
-
-def derivatives(pair: Scores, score: Float32) -> tuple:
-    """d score / d product, and what else the derivative's code gives."""
-    return results(bind(pair.score, score=score))

@@ -42,11 +42,14 @@ def start_scores(
     score_arrays: Sequence,
     derivative: Code | None = None,
 ) -> Scores:
-    """What depends on no index. The arrays are those that the codes read, in order; a derivative reads the score's."""
+    """What depends on no index. The arrays are those that the codes read, in order; a derivative reads the score's.
+
+    Masks are exact. Scores go into an exponential, and may use the hardware's approximations that suit it.
+    """
     return Scores(
         None if mask is None else start(mask, mask_arrays),
-        None if score is None else start(score, score_arrays),
-        None if derivative is None else start(derivative, score_arrays),
+        None if score is None else start(score, score_arrays, fast="scores"),
+        None if derivative is None else start(derivative, score_arrays, fast="scores"),
     )
 
 

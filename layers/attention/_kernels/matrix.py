@@ -18,6 +18,8 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, TFloat32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import CopyUniversalOp, warp
 
+from .. import _config
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -31,15 +33,13 @@ def vector(dtype) -> int:
 
 
 def atom_columns(dim: int, dtype) -> int:
-    """Columns of a swizzle atom: 128 bytes, or 64 where those pad `dim` less."""
-    half = 512 // dtype.width
-    return 2 * half if -(-dim // half) % 2 == 0 else half
+    """Columns of a swizzle atom."""
+    return _config.atom_columns(dim, dtype.width)
 
 
 def width(dim: int, dtype) -> int:
     """Columns of a tile in shared memory."""
-    atom = atom_columns(dim, dtype)
-    return -(-dim // atom) * atom
+    return _config.tile_columns(dim, dtype.width)
 
 
 def tile_layout(rows: int, dim: int, dtype, stages: int | None = None):
@@ -48,7 +48,9 @@ def tile_layout(rows: int, dim: int, dtype, stages: int | None = None):
     base = vector(dtype).bit_length() - 1  # the swizzle moves 16 bytes as one
     bits = (columns // vector(dtype)).bit_length() - 1
     swizzle = cute.make_swizzle(bits, base, 3)
-    atom = cute.make_composed_layout(swizzle, 0, cute.make_layout((8, columns), stride=(columns, 1)))
+    atom = cute.make_composed_layout(
+        swizzle, 0, cute.make_layout((8, columns), stride=(columns, 1))
+    )
     shape = (rows, width(dim, dtype))
     if stages is None:
         return cute.tile_to_shape(atom, shape, (0, 1))
@@ -76,7 +78,9 @@ def load_tile(
     dtype = source.element_type
     atom, size = atom_columns(dim, dtype), vector(dtype)
     across = atom // size
-    down = threads // across  # rows in one sweep, a multiple of 8: all of a thread's rows are swizzled alike
+    down = (
+        threads // across
+    )  # rows in one sweep, a multiple of 8: all of a thread's rows are swizzled alike
     row, piece = tid // across, tid % across
     swizzled = piece ^ (row % 8 if const_expr(across == 8) else row // 2 % 4)
     target = tile + (offset + row * atom + swizzled * size)
