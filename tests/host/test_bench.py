@@ -315,6 +315,7 @@ def test_turns_are_taken_by_all_and_a_failure_ends_one_only():
     )
     assert failed == {"b": "ValueError: stopped"}
     assert {name: len(found["forward"]) for name, found in samples.items()} == {"a": 4, "c": 4}
+    assert taken.count("b") == 6  # the sixth failed, and there was no seventh
     # Two calls to find how many fit; then, a round, one before and one that counts.
     assert taken.count("a") == taken.count("c") == 2 + 4 * 2
     first = taken.index("b"), taken.index("a"), taken.index("c")
