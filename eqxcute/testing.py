@@ -3,11 +3,12 @@
 None of it needs a GPU, but for `benchmark` to mean something.
 """
 
+import contextlib
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from . import _arch, _compile
 from ._kernel import Kernel, attributes_of, brings, is_array, name_of
-from ._primitive import Plan, View, flatten, plan_of, view_of
+from ._primitive import Call, Plan, View, flatten, interpreting, plan_of, view_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,9 @@ def compile_only(kernel: Kernel, *arguments: Any, architecture: str = "sm_90a") 
 
     `eqxcute.CompileError` if the compiler refuses it.
     """
-    found, plan, _ = _analyse(kernel, arguments)
-    return _build(found, plan, _arch.check(architecture))
+    with _arch.architecture(architecture):
+        found, plan, _ = _analyse(kernel, arguments)
+        return _build(found, plan, architecture)
 
 
 def _analyse(kernel: Kernel, arguments: tuple) -> tuple[View, Plan, list]:
@@ -101,12 +103,50 @@ def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> A
     nothing wrote, a barrier that some threads never reach, or an output left unwritten. It names the instruction, the
     thread and the line of Python. `NotImplementedError` for an instruction that the interpreter does not know.
     """
+    found, plan, operands = _analyse(kernel, arguments)
+    outputs = _interpret(found, plan, operands, _arch.check(architecture))
+    return jax.tree.unflatten(found.tree, list(map(jnp.asarray, outputs)))
+
+
+@contextlib.contextmanager
+def interpreted(architecture: str = "sm_80"):
+    """Inside, kernels run through `interpret` on a CPU, wherever they are: in layers, under `jit`, `grad` and `vmap`.
+
+    ```python
+    with eqxcute.testing.interpreted():
+        out = jax.grad(loss)(model)  # the numbers of the real kernels, every access checked
+    ```
+
+    **Arguments:**
+
+    - `architecture`: The GPU whose instructions are interpreted.
+    """
+    with _arch.architecture(architecture), interpreting(architecture):
+        yield
+
+
+def run_interpreted(call: Call, architecture: str, *operands: Any) -> list[Any]:
+    """What a kernel's lowering becomes inside `interpreted`."""
+    wanted = view_of(call, [jax.typeof(x) for x in operands]).outputs
+
+    def run(*arrays):
+        # NumPy alone: JAX must not be called while it waits for this.
+        arrays = [np.asarray(x) for x in arrays]
+        found = view_of(call, arrays)
+        return _interpret(found, plan_of(found), arrays, architecture)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in wanted]
+    return list(jax.pure_callback(run, shapes, *operands, vmap_method="sequential"))
+
+
+def _interpret(found: View, plan: Plan, operands: Sequence[Any], architecture: str) -> list:
+    """The outputs, in NumPy."""
     from . import _ptx
 
-    found, plan, operands = _analyse(kernel, arguments)
-    key = _compile.key_of(found, plan, _arch.check(architecture))
-    if key not in _interpreted:
-        _interpreted[key] = _build(found, plan, architecture)
+    with _arch.architecture(architecture):
+        key = _compile.key_of(found, plan, architecture)
+        if key not in _interpreted:
+            _interpreted[key] = _build(found, plan, architecture)
     compiled = _interpreted[key]
 
     def in_memory(array, value):
@@ -134,13 +174,10 @@ def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> A
         written=[first + o for o in range(len(outputs)) if o not in started],
         scratch=[first + len(outputs) + i for i in range(len(scratch))],
     )
-    return jax.tree.unflatten(
-        found.tree,
-        [
-            jnp.asarray(np.transpose(output, np.argsort(array.order)).reshape(want.shape))
-            for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=True)
-        ],
-    )
+    return [
+        np.transpose(output, np.argsort(array.order)).reshape(want.shape)
+        for output, array, want in zip(outputs, plan.outputs, found.outputs, strict=True)
+    ]
 
 
 def assert_as_accurate(
