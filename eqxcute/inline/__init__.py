@@ -13,11 +13,13 @@ same way have equal `Code`, whoever wrote them, and so share a kernel.
 
 from ._bound import Span as Span, bound as bound
 from ._code import Argument as Argument, Code as Code, Equation as Equation
+from ._dependence import Kind as Kind, index_kind as index_kind
 from ._differentiate import Derivative as Derivative, Read as Read, differentiate as differentiate
 from ._emit import (
     Partial as Partial,
     bind as bind,
     join as join,
+    result as result,
     results as results,
     start as start,
 )

@@ -36,7 +36,10 @@ class Partial:
 
 
 def start(
-    code: Code, operands: Sequence[Any], *, fast: bool | Literal["bfloat16", "float16", "scores"] = False
+    code: Code,
+    operands: Sequence[Any],
+    *,
+    fast: bool | Literal["bfloat16", "float16", "scores"] = False,
 ) -> Partial:
     """Begins, and emits what depends on no scalar at all.
 
@@ -126,7 +129,11 @@ def result(partial: Partial, number: int) -> Any:
     `ValueError` if an argument that it depends on is not bound.
     """
     code = partial.code
-    return results(dataclasses.replace(partial, code=dataclasses.replace(code, results=(code.results[number],))))[0]
+    return results(
+        dataclasses.replace(
+            partial, code=dataclasses.replace(code, results=(code.results[number],))
+        )
+    )[0]
 
 
 @functools.lru_cache(maxsize=128)
