@@ -24,6 +24,7 @@ from jax import lax
 
 import eqxcute
 from eqxcute import InlineError, _arch, _fallback
+from eqxcute._sharding import whole
 
 from . import _config, _reference
 from ._compiled import Functions
@@ -32,6 +33,35 @@ from ._tiles import transposed
 
 FLOATS = ("float16", "bfloat16", "float32")
 NAMES = ("flex_attention_out", "flex_attention_lse")  # for policies of `jax.checkpoint`
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    functions: Functions,
+    arrays: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
+    lists: Any,
+    layout: MapLayout | None,
+    **settings: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE of q `... q n g d`, k `... k n d` and v `... k n e`, of any d and e. No size is 0.
+
+    `arrays` are the mask's and the score's, `settings` the kernel's other fields.
+    """
+    *lead, _, kv_heads, group, _ = q.shape
+    v_dim = v.shape[-1]
+    rows = jnp.arange(math.prod(lead), dtype=jnp.int32).reshape(*lead, 1)
+    heads = jnp.arange(kv_heads * group, dtype=jnp.int32).reshape(kv_heads, group)
+    kernel = ForwardKernel(functions, layout, **settings)
+    out, lse = kernel(*map(_padded, (q, k, v)), rows, heads, lists, *arrays)
+    return lax.slice_in_dim(out, 0, v_dim, axis=-1), lse
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """The last dim a multiple of 8, at least 8: zeros change no product."""
+    more = max(8, -(-x.shape[-1] // 8) * 8) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 class ForwardKernel(eqxcute.Kernel):
@@ -215,6 +245,7 @@ class BackwardKernel(eqxcute.Kernel):
             self.layout,
             _passes(self.precision),
             self.deterministic,
+            _config.queries(*_facts(q, v)) if self.deterministic else None,
         )
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
@@ -378,7 +409,7 @@ def _grown(kernel, size: int, batched, rows, heads, lists, mask_arrays, score_ar
     rows = _with_axis(size, rows, of_rows)
     heads = heads[0] if of_heads else heads  # the same for all
     if any(jax.tree.leaves(of_lists)):
-        lists = jax.tree.map(lambda x, has_it: _with_axis(size, x, has_it), lists, of_lists)
+        lists = jax.tree.map(lambda x, f: whole(_with_axis(size, x, f)), lists, of_lists)
         layout = dataclasses.replace(layout, columns=(column, *layout.columns))
     mask, score = functions.mask, functions.score
     functions = Functions(
@@ -388,4 +419,5 @@ def _grown(kernel, size: int, batched, rows, heads, lists, mask_arrays, score_ar
     if any(jax.tree.leaves((of_lists, of_mask, of_score))):
         shape = (*rows.shape[:-1], 1)
         rows = jnp.concatenate([rows, lax.broadcasted_iota(jnp.int32, shape, 0)], -1)
-    return _Grown(functions, layout, (rows, heads, lists, mask_arrays, score_arrays))
+    arrays = jax.tree.map(whole, (mask_arrays, score_arrays))
+    return _Grown(functions, layout, (rows, heads, lists, *arrays))

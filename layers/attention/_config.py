@@ -173,7 +173,7 @@ def forward_bytes(config: Sm80Forward, dim: int, v_dim: int, bits: int) -> int:
     return (config.tile_q * max(d, e) + 2 * config.tile_kv * (d + e)) * bits // 8
 
 
-def queries_bytes(config: Any, dim: int, v_dim: int, bits: int) -> int:
+def queries_bytes(config: Sm80Queries, dim: int, v_dim: int, bits: int) -> int:
     """Shared memory of the kernel of dQ alone: q and dO, and two stages of k and v."""
     d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
     return (config.tile_q * (d + e) + 2 * config.tile_kv * (d + e)) * bits // 8
@@ -244,6 +244,25 @@ BACKWARD: Final = {
 }
 
 
+def _queries(widest: int, tile_q: int, tile_kv: int, warps: int) -> tuple[int, Sm80Queries]:
+    return widest, Sm80Queries(tile_q=tile_q, tile_kv=tile_kv, warps=warps)
+
+
+QUERIES: Final = {
+    16: (
+        _queries(128, 64, 64, 4),
+        _queries(256, 64, 32, 4),
+        _queries(256, 32, 32, 2),
+    ),
+    32: (
+        _queries(64, 64, 32, 4),
+        _queries(128, 32, 32, 2),
+        _queries(256, 32, 16, 2),
+        _queries(256, 16, 16, 1),
+    ),
+}
+
+
 def forward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Forward | None:
     """Tiles of the forward kernel. None where none fits."""
     bits = BITS[dtype]
@@ -270,3 +289,14 @@ def backward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Backward | N
     if found is None:
         return None
     return dataclasses.replace(found, vector=4 if facts.capability >= (9, 0) else 1)
+
+
+def queries(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Queries | None:
+    """Tiles of the kernel of dQ alone. None where none fits."""
+    bits = BITS[dtype]
+    columns = max(tile_columns(dim, bits), tile_columns(v_dim, bits))
+
+    def fits(config):
+        return queries_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
+
+    return _first_that_fits(QUERIES[bits], columns, fits)

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from .._config import BEFORE, Sm80Backward
+from .._config import BEFORE, Sm80Backward, Sm80Queries
 from .after import After
 from .before import Before
 from .functions import (
@@ -52,6 +52,7 @@ from .matrix import (
     transposed,
     width,
 )
+from .queries import QueriesBackward
 from .walk import Axis, MapLayout, find_list, find_place, grid_size, tile_at
 
 
@@ -72,7 +73,7 @@ class Backward:
         layout: MapLayout | None,
         passes: int = 1,
         deterministic: bool = False,
-        queries: Any = None,
+        queries: Sm80Queries | None = None,
     ):
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
         self.derived, self.passes, self.deterministic = derived, passes, deterministic
@@ -81,6 +82,9 @@ class Backward:
         self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
         self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
         self.threads = 32 * config.warps
+        self.of_queries = None
+        if deterministic:
+            self.of_queries = QueriesBackward(queries, mask, score, self.derivative, layout, passes)
 
     @cute.jit
     def __call__(
@@ -128,7 +132,25 @@ class Backward:
                 dv,
                 scale,
             ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
-        if const_expr(not self.deterministic):
+        if const_expr(self.deterministic):
+            forwards = None if const_expr(lists is None) else lists[0]
+            self.of_queries(
+                stream,
+                q,
+                k,
+                v,
+                dout,
+                lse2,
+                delta,
+                rows,
+                heads,
+                forwards,
+                mask_arrays,
+                score_arrays,
+                dq,
+                scale,
+            )
+        else:
             After(self.config)(stream, sums, dq, scale)
 
     @cute.kernel
