@@ -67,11 +67,17 @@ def architecture(name: str):
         yield
 
 
+def named() -> str | None:
+    """The architecture that the user named."""
+    name = _context.value or _config.architecture()
+    return check(name) if name else None
+
+
 def current() -> str:
     """The architecture to compile for: the one named, else the device's own. Never a guess."""
-    named = _context.value or _config.architecture()
-    if named:
-        return check(named)
+    name = named()
+    if name:
+        return name
     try:
         device = jax.devices("cuda")[0]
     except RuntimeError:

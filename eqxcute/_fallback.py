@@ -6,6 +6,8 @@ from typing import Final, Literal, get_args
 
 import jax
 
+from . import _arch
+
 Implementation = Literal["cute", "xla"]
 
 _WARNED: Final[set[str]] = set()
@@ -33,7 +35,7 @@ def check_name(layer: str, implementation: str | None) -> None:
 
 
 def choose(layer: str, implementation: str | None, *, missing: str | None = None) -> Implementation:
-    """Resolve `implementation` for one call.
+    """Resolve `implementation` for one call. Where an architecture is named, kernels are for that one, as on CUDA.
 
     **Arguments:**
 
@@ -49,7 +51,7 @@ def choose(layer: str, implementation: str | None, *, missing: str | None = None
     check_name(layer, implementation)
     if implementation == "xla":
         return "xla"
-    where = platform()
+    where = "cuda" if _arch.named() else platform()
     if implementation == "cute":
         if where != "cuda":
             raise NotImplementedError(

@@ -50,6 +50,14 @@ def over(operand, axes: frozenset):
     return jax.lax.pcast(operand, more, to="varying") if more else operand
 
 
+def whole(operand):
+    """The same array, on every device of an explicit mesh over whose axes its type is sharded."""
+    spec = jax.typeof(operand).sharding.spec
+    if not any(spec):
+        return operand
+    return jax.sharding.reshard(operand, PartitionSpec(*[None] * operand.ndim))
+
+
 def output_aval(like, shape, dtype, spec=None):
     """The type of an output: on the mesh of `like`, varying as that does."""
     if like is None:

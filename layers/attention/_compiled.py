@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eqxcute._sharding import whole
 from eqxcute.inline import Argument, Code, Derivative, Equation, Program, Read, differentiate
 from eqxcute.inline._code import DTYPES
 from eqxcute.inline._values import Outer
@@ -170,7 +171,7 @@ def compiled(program: Program, captured: Sequence[Any]) -> tuple[Function, tuple
         regions=tuple(r._replace(inputs=tuple(map(moved, r.inputs))) for r in program.regions),
     )
     outside = program.environment(captured)
-    arrays = tuple(jnp.asarray(outside[n]) for n in numbers)
+    arrays = tuple(whole(jnp.asarray(outside[n])) for n in numbers)
     return Function(prepared, ((),) * len(arrays)), arrays
 
 

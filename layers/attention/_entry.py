@@ -1,8 +1,8 @@
 """`flex_attention`: checks its arguments, picks an implementation, runs it."""
 
 import math
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from eqxcute._fallback import choose
 from eqxcute.inline import Program
 
-from . import _reference
+from . import _attend, _reference
+from ._compiled import Functions, compiled, missing
+from ._config import LARGEST_DIM, MAP_TILE, MapLayout
 from ._functions import trace_mask, trace_score
 from ._masks import AbstractMask
 from ._scores import AbstractScore
-from ._tiles import TileMap
+from ._tiles import LARGEST, Sizes, TileLists, TileMap, depends_on, lists_of
 
 MaskFn = Callable[
     [Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]], Bool[Array, ""] | bool
@@ -25,9 +27,13 @@ ScoreFn = Callable[
     Float[Array, ""],
 ]
 
+Precision = Literal["tf32", "3xtf32"]
+
 NAME: Final = "FlexAttention"
-NO_KERNEL: Final = "there is no FlexAttention kernel yet"
 DTYPES: Final = ("float16", "bfloat16", "float32", "float64")
+KERNEL_TILE: Final = 64  # a map's tile is whole tiles of the kernel's, whichever those are
+SMALLEST_TILE: Final = 16  # of any configuration
+MARGIN: Final = 1 << 16  # indices of a tile may pass the length
 
 
 def flex_attention(
@@ -41,6 +47,8 @@ def flex_attention(
     sink: Float[Array, " heads"] | Float[Array, ""] | None = None,
     return_lse: bool = False,
     tiles: TileMap | None = None,
+    deterministic: bool = False,
+    precision: Precision | None = None,
     implementation: str | None = None,
 ) -> (
     Float[Array, "*batch q_len heads v_dim"]
@@ -74,7 +82,14 @@ def flex_attention(
     - `return_lse`: Also return the LSE. (Keyword only argument.)
     - `tiles`: What [`tile_map`][] made of `mask_fn`, for layers or steps that share a mask. It is
         checked against the sizes and the mask's code; its arrays must come from the same values
-        as the mask's. Plain JAX does nothing else with it. (Keyword only argument.)
+        as the mask's. The kernel needs tiles of multiples of 64; without `tiles` it makes a map of
+        its own. Plain JAX does nothing but check it. (Keyword only argument.)
+    - `deterministic`: Equal inputs give gradients of equal bits, at the price of a slower backward
+        pass. The forward pass always is so. (Keyword only argument.)
+    - `precision`: Of products of float32 inputs on tensor cores: `"tf32"` rounds them to 11
+        bits, `"3xtf32"`, the default, makes up for it with three products for one, and is about as
+        exact as float32. In plain JAX they are `jax.lax.Precision.DEFAULT` and `HIGHEST`. Other
+        dtypes have one precision. (Keyword only argument.)
     - `implementation`: `None` picks, `"cute"` insists on the GPU kernel, `"xla"` is plain JAX.
         (Keyword only argument.)
 
@@ -87,13 +102,22 @@ def flex_attention(
 
     **Raises:**
 
-    `ValueError` for shapes that do not fit, `TypeError` for dtypes and functions that do not,
-    `NotImplementedError` where `implementation="cute"` cannot be had.
+    `ValueError` for shapes that do not fit and unknown names, `TypeError` for dtypes and functions
+    that do not fit, `NotImplementedError` where `implementation="cute"` cannot be had.
 
     !!! info "Memory"
 
         Scores are computed in tiles, forward and backward, so memory grows with the length and
-        not with its square. Reverse mode keeps `q`, `k`, `v`, the output and the LSE.
+        not with its square. Reverse mode keeps `q`, `k`, `v`, the output and the LSE. For policies
+        of `jax.checkpoint` the last two are named `flex_attention_out` and `flex_attention_lse`
+        where the kernel runs: with `save_only_these_names` of both it runs once.
+
+    !!! info "Kernel"
+
+        On an NVIDIA GPU, float16, bfloat16 and float32 with `dim` and `v_dim` up to 256 run as one
+        kernel forward and a few backward, under `jax.vmap` too; dims that are no multiples of 8
+        are padded with zeros. Forward mode and second derivatives are plain JAX. One kernel is
+        compiled a mask, score, dtype and pair of dims; lengths, heads and batch do not matter.
 
     !!! faq
 
@@ -112,55 +136,135 @@ def flex_attention(
     for fn in (mask_fn, score_fn):
         if isinstance(fn, AbstractMask | AbstractScore):
             fn.check_sizes(rows, heads, q_len, kv_len)
-    choose(NAME, implementation, missing=NO_KERNEL)
-
-    wide = _reference.wide(q.dtype)
+    precision = check_precision(precision)
     mask, mask_captured = (None, []) if mask_fn is None else trace_mask(mask_fn, (q, k, v))
     if tiles is not None:
         _check_tiles(tiles, mask, batch=rows, heads=heads, q_len=q_len, kv_len=kv_len)
+    wide = _reference.wide(q.dtype)
     score, score_captured = (
         (None, []) if score_fn is None else trace_score(score_fn, wide, (q, k, v))
     )
+    chosen = choose(NAME, implementation, missing=_missing(q, k, v, (mask, score)))
+    grouped = q.reshape(*batch, q_len, kv_heads, heads // kv_heads, dim)
+    settings = {
+        "scale": 1 / math.sqrt(dim) if scale is None else scale,
+        "precision": (precision or "3xtf32") if q.dtype == jnp.float32 else None,
+    }
     if 0 in (rows, q_len, kv_len):
-        out = jnp.zeros((rows, heads, q_len, v_dim), v.dtype)
-        lse = jnp.full((rows, heads, q_len), -jnp.inf, wide)
+        out = jnp.zeros((*batch, q_len, heads, v_dim), v.dtype)
+        lse = jnp.full((*batch, heads, q_len), -jnp.inf, wide)
+    elif chosen == "cute":
+        settings["deterministic"] = deterministic
+        out, lse = _by_kernel(
+            grouped, k, v, (mask, mask_captured), (score, score_captured), tiles, settings
+        )
     else:
-        plan = _reference.Plan(
-            mask=mask,
-            score=score,
-            scale=1 / math.sqrt(dim) if scale is None else scale,
-            wide=wide,
-            batch=rows,
-            kv_heads=kv_heads,
-            group=heads // kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-        )
-        operands = _reference.Operands(
-            _heads_first(q, rows).reshape(rows, kv_heads, heads // kv_heads, q_len, dim),
-            _heads_first(k, rows),
-            _heads_first(v, rows),
-            tuple(mask_captured),
-            tuple(score_captured),
-        )
-        out, lse = _reference.attend(plan, operands)
-        out = out.reshape(rows, heads, q_len, v_dim)
-        lse = lse.reshape(rows, heads, q_len)
+        captured = tuple(mask_captured), tuple(score_captured)
+        out, lse = _by_reference(grouped, k, v, (mask, score), captured, settings)
+    out = out.reshape(*batch, q_len, heads, v_dim)
+    lse = lse.reshape(*batch, heads, q_len)
     if sink is not None:
         out = _with_sink(out, lse, sink)
-    out = jnp.swapaxes(out, 1, 2).reshape(*batch, q_len, heads, v_dim)
-    return (out, lse.reshape(*batch, heads, q_len)) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
-def _heads_first(x: jax.Array, rows: int) -> jax.Array:
-    *_, length, heads, dim = x.shape
-    return jnp.swapaxes(x.reshape(rows, length, heads, dim), 1, 2)
+def _by_reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, programs, captured, settings
+) -> tuple[jax.Array, jax.Array]:
+    """Plain JAX: q is `... q n g d`, and so is the output; the LSE is `... n g q`."""
+    *batch, q_len, kv_heads, group, _ = q.shape
+    rows = math.prod(batch)
+    mask, score = programs
+    plan = _reference.Plan(
+        mask=mask,
+        score=score,
+        scale=settings["scale"],
+        wide=_reference.wide(q.dtype),
+        batch=rows,
+        kv_heads=kv_heads,
+        group=group,
+        q_len=q_len,
+        kv_len=k.shape[-3],
+        precision=_reference.PRECISIONS[settings["precision"]],
+    )
+    operands = _reference.Operands(
+        jnp.moveaxis(q.reshape(rows, *q.shape[-4:]), 1, 3),
+        jnp.swapaxes(k.reshape(rows, *k.shape[-3:]), 1, 2),
+        jnp.swapaxes(v.reshape(rows, *v.shape[-3:]), 1, 2),
+        *captured,
+    )
+    out, lse = _reference.attend(plan, operands)
+    return jnp.moveaxis(out, 3, 1), lse
+
+
+def _by_kernel(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask, score, tiles: TileMap | None, settings
+) -> tuple[jax.Array, jax.Array]:
+    """As `_by_reference`. The functions are pairs of a program and what it captures."""
+    *batch, q_len, kv_heads, group, _ = q.shape
+    lists = layout = None
+    (mask_program, mask_captured), (score_program, score_captured) = mask, score
+    mask_function, score_function, mask_arrays, score_arrays = None, None, (), ()
+    if mask_program is not None:
+        # A mask has no derivative.
+        mask_captured = [jax.lax.stop_gradient(x) for x in mask_captured]
+        mask_function, mask_arrays = compiled(mask_program, mask_captured)
+        if tiles is None:
+            sizes = Sizes(q_len, k.shape[-3], math.prod(batch), kv_heads * group, MAP_TILE)
+            sizes = sizes._replace(depends=depends_on(mask_program.code))
+            pair = lists_of(mask_program, mask_captured, sizes, kernel=True, both=False)
+        else:
+            _check_tiles_of_kernel(tiles)
+            sizes, pair = tiles, (tiles.forward, tiles.backward)
+        layout = MapLayout((), "b" in sizes.depends, "h" in sizes.depends, sizes.tile)
+        lists = tuple(None if x is None else _arrays_of(x) for x in pair)
+    if score_program is not None:
+        score_function, score_arrays = compiled(score_program, score_captured)
+    functions, arrays = Functions(mask_function, score_function), (mask_arrays, score_arrays)
+    return _attend.attend(q, k, v, functions, arrays, lists, layout, **settings)
+
+
+def _arrays_of(lists: TileLists) -> tuple[jax.Array, ...]:
+    return lists.tiles, lists.partial, lists.full, lists.order
+
+
+def _missing(
+    q: jax.Array, k: jax.Array, v: jax.Array, programs: Sequence[Program | None]
+) -> str | None:
+    """Why no kernel can serve a call, as a clause."""
+    if q.dtype.name not in _attend.FLOATS:
+        return f"its inputs are {q.dtype}, and the kernel takes {', '.join(_attend.FLOATS)}"
+    for name, size in (("dim", q.shape[-1]), ("v_dim", v.shape[-1])):
+        if size > LARGEST_DIM:
+            return f"{name} is {size}, and the kernel takes up to {LARGEST_DIM}"
+    for program in programs:
+        why = None if program is None else missing(program)
+        if why is not None:
+            return why
+    return _too_large(q, k)
+
+
+def _too_large(q: jax.Array, k: jax.Array) -> str | None:
+    *batch, q_len, heads, _ = q.shape
+    sizes = [*batch, q_len, k.shape[-3], heads]
+    if not all(isinstance(n, int) for n in sizes):
+        return None  # symbolic, in an export
+    longest = max(q_len, k.shape[-3])
+    if longest > LARGEST - MARGIN:
+        return f"a length is {longest}, and the kernel counts to 2**31"
+    tiles = math.prod(batch) * heads * -(-longest // SMALLEST_TILE)
+    if tiles > LARGEST:
+        return (
+            f"batch, heads and lengths make {tiles} tiles of {SMALLEST_TILE}, and a GPU takes at most 2**31 - 1. "
+            "Split the batch"
+        )
+    return None
 
 
 def _with_sink(out: jax.Array, lse: jax.Array, sink: Any) -> jax.Array:
-    """`out` is `rows heads q_len v_dim`. An empty row has lse -inf, so its factor is 0."""
+    """`out` is `... q_len heads v_dim`, `lse` is `... heads q_len`. An empty row has lse -inf, so its factor is 0."""
     sink = jnp.asarray(sink)
-    heads = out.shape[1]
+    heads = out.shape[-2]
     if not jnp.issubdtype(sink.dtype, jnp.floating):
         raise TypeError(f"{NAME}: sink must hold floats (logits), not {sink.dtype.name}.")
     if sink.shape not in ((), (heads,)):
@@ -169,9 +273,18 @@ def _with_sink(out: jax.Array, lse: jax.Array, sink: Any) -> jax.Array:
         )
     logits = sink.astype(lse.dtype)
     if sink.ndim:
-        logits = logits[None, :, None]
-    factor = jax.nn.sigmoid(lse - logits)
+        logits = logits[:, None]
+        logits = logits.reshape((1,) * (lse.ndim - 2) + logits.shape)
+    factor = jnp.swapaxes(jax.nn.sigmoid(lse - logits), -1, -2)
     return (out.astype(lse.dtype) * factor[..., None]).astype(out.dtype)
+
+
+def check_precision(precision: Any) -> Precision | None:
+    if precision is None or precision in get_args(Precision):
+        return precision
+    raise ValueError(
+        f'{NAME}: precision={precision!r} is not known. Use "tf32", or "3xtf32" or None for about that of float32.'
+    )
 
 
 def check_function(name: str, fn: Any) -> None:
@@ -199,6 +312,20 @@ def _check_tiles(tiles: Any, mask: Program | None, **sizes: int) -> None:
     if mask is None:
         raise ValueError(f"{NAME}: tiles was given without mask_fn, which it says nothing without.")
     tiles.check(NAME, digest=mask.code.digest, **sizes)
+
+
+def _check_tiles_of_kernel(tiles: TileMap) -> None:
+    if any(n % KERNEL_TILE for n in tiles.tile):
+        up = tuple(-(-n // KERNEL_TILE) * KERNEL_TILE for n in tiles.tile)
+        raise ValueError(
+            f"{NAME}: tiles has tiles of {tiles.tile}, and the kernel needs multiples of {KERNEL_TILE} queries and keys. Make "
+            f'it with tile_map(..., tile={up}), or run plain JAX with implementation="xla".'
+        )
+    if tiles.forward.tiles.ndim != 4:
+        raise ValueError(
+            f"{NAME}: tiles has lists of shape {tiles.forward.tiles.shape}, made under jax.vmap, but this call is not "
+            "mapped. Map it too, with the map as an argument."
+        )
 
 
 def check_scale(scale: Any) -> float | None:

@@ -7,10 +7,11 @@ from eqxcute._fallback import check_name, choose
 
 from ._entry import (
     NAME,
-    NO_KERNEL,
     MaskFn,
+    Precision,
     ScoreFn,
     check_function,
+    check_precision,
     check_scale,
     flex_attention,
 )
@@ -28,8 +29,9 @@ class FlexAttention(eqx.Module):
 
     !!! info "Cost"
 
-        Memory grows with the length, forward and backward, not with its square. In plain JAX
-        every pair of a query and a key is computed, whether the mask allows it or not.
+        Memory grows with the length, forward and backward, not with its square. The kernel skips
+        tiles that the mask empties. In plain JAX their products are skipped where the whole batch
+        agrees, and the mask is still evaluated.
 
     !!! warning
 
@@ -41,6 +43,8 @@ class FlexAttention(eqx.Module):
     score_fn: ScoreFn | None
     sink: Float[Array, " heads"] | Float[Array, ""] | None
     scale: float | None = eqx.field(static=True)
+    deterministic: bool = eqx.field(static=True)
+    precision: Precision | None = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
 
     def __init__(
@@ -50,6 +54,8 @@ class FlexAttention(eqx.Module):
         *,
         scale: float | None = None,
         sink: Float[Array, " heads"] | Float[Array, ""] | None = None,
+        deterministic: bool = False,
+        precision: Precision | None = None,
         implementation: str | None = None,
     ):
         """**Arguments:**
@@ -61,6 +67,7 @@ class FlexAttention(eqx.Module):
         - `scale`: Factor on `q . k`. Default `1 / sqrt(dim)`. (Keyword only argument.)
         - `sink`: A logit per query head that takes part in the softmax without a value.
             (Keyword only argument.)
+        - `deterministic`, `precision`: As for [`flex_attention`][]. (Keyword only arguments.)
         - `implementation`: `None` picks, `"cute"` insists on the GPU kernel, `"xla"` is plain
             JAX. (Keyword only argument.)
         """
@@ -68,11 +75,13 @@ class FlexAttention(eqx.Module):
         check_function("score_fn", score_fn)
         check_name(NAME, implementation)
         if implementation == "cute":
-            choose(NAME, implementation, missing=NO_KERNEL)
+            choose(NAME, implementation)
         self.mask_fn = mask_fn
         self.score_fn = score_fn
         self.scale = check_scale(scale)
         self.sink = sink
+        self.deterministic = deterministic
+        self.precision = check_precision(precision)
         self.implementation = implementation
 
     def __call__(
@@ -104,5 +113,7 @@ class FlexAttention(eqx.Module):
             sink=self.sink,
             return_lse=return_lse,
             tiles=tiles,
+            deterministic=self.deterministic,
+            precision=self.precision,
             implementation=self.implementation,
         )

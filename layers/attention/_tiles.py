@@ -20,7 +20,8 @@ from jaxtyping import Array, Int, Int8
 
 import eqxcute
 from eqxcute._fallback import choose
-from eqxcute.inline import Code, Span, bound
+from eqxcute._sharding import whole
+from eqxcute.inline import Code, Program, Span, bound
 
 from ._config import COMPACTION, EMPTY, FULL, MOST_CONSTANT_TILES, PARTIAL, Compaction
 from ._functions import trace_mask
@@ -234,19 +235,12 @@ def tile_map(
         mask_fn.check_sizes(sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len)
     choose(NAME, implementation)
     program, captured = trace_mask(mask_fn)
-    code = program.code
-    sizes = sizes._replace(depends=_depends(code))
-    if _on_host(sizes, captured):
-        with jax.core.eval_context():  # not traced, inside `jit` and `shard_map` neither
-            operands = [np.asarray(x) for x in program.prepare(captured)]
-        lists = _lists_in_numpy(_verdicts(code, sizes, operands, np))
-    else:
-        # Nothing here has a derivative: without this, JAX would carry tangents to the verdicts.
-        operands = program.prepare([lax.stop_gradient(x) for x in captured])
-        # None: which platform this will be lowered for is not known yet, and the kernel's lowering picks.
-        lists = _lists_in_jax(code, sizes, implementation != "xla", operands)
-    forward, backward = lists
-    return TileMap(forward, backward, *sizes, digest=code.digest)
+    sizes = sizes._replace(depends=depends_on(program.code))
+    # None: which platform this will be lowered for is not known yet, and the kernel's lowering picks.
+    forward, backward = lists_of(program, captured, sizes, implementation != "xla")
+    if backward is None:
+        raise RuntimeError("Internal error: a map without lists of queries.")
+    return TileMap(forward, backward, *sizes, digest=program.code.digest)
 
 
 class Sizes(NamedTuple):
@@ -289,7 +283,7 @@ def _tiles_in(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def _depends(code: Code) -> frozenset[str]:
+def depends_on(code: Code) -> frozenset[str]:
     """Of "b" and "h", those that the mask reads. Arguments are known by their place."""
     names = [argument.name for argument in code.arguments]
     return frozenset(axis for axis, name in zip("bh", names, strict=False) if name in code.depends)
@@ -357,10 +351,11 @@ def _numpy_lists(verdicts: np.ndarray) -> TileLists:
     return TileLists(*map(jnp.asarray, (tiles, partial, full, order)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _lists_in_jax(code: Code, sizes: Sizes, kernel: bool, operands: Sequence[Any]):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _lists_in_jax(code: Code, sizes: Sizes, kernel: bool, both: bool, operands: Sequence[Any]):
     verdicts = _verdicts(code, sizes, operands, jnp)
-    return tuple(_jax_lists(x, kernel) for x in (verdicts, jnp.swapaxes(verdicts, -1, -2)))
+    forward = _jax_lists(verdicts, kernel)
+    return forward, _jax_lists(jnp.swapaxes(verdicts, -1, -2), kernel) if both else None
 
 
 def _jax_lists(verdicts: Array, kernel: bool) -> TileLists:
@@ -368,6 +363,23 @@ def _jax_lists(verdicts: Array, kernel: bool) -> TileLists:
     tiles, partial, full = compact(verdicts)
     order = jnp.argsort(-(partial + full), axis=-1, stable=True).astype(jnp.int32)
     return TileLists(tiles, partial, full, order)
+
+
+def lists_of(
+    program: Program, captured: Sequence[Any], sizes: Sizes, kernel: bool, both: bool = True
+) -> tuple[TileLists, TileLists | None]:
+    """The forward and the backward lists of a mask. Unless `both`, the latter only where they cost nothing.
+
+    `kernel`: whether the kernel may make them.
+    """
+    code = program.code
+    if _on_host(sizes, captured):
+        with jax.core.eval_context():  # not traced, inside `jit` and `shard_map` neither
+            operands = [np.asarray(x) for x in program.prepare(captured)]
+        return _lists_in_numpy(_verdicts(code, sizes, operands, np))
+    # Nothing here has a derivative: without this, JAX would carry tangents to the verdicts.
+    operands = program.prepare([lax.stop_gradient(x) for x in captured])
+    return _lists_in_jax(code, sizes, kernel, both, [whole(x) for x in operands])
 
 
 def transposed(lists: Sequence[Any]) -> tuple[Any, ...]:

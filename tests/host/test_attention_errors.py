@@ -1,5 +1,6 @@
 """What attention refuses, and that it says what to do instead."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from eqxcute.layers.attention import (
     SoftCap,
     alibi_slopes,
     flex_attention,
+    tile_map,
 )
 
+import eqxcute
 from eqxcute import _fallback
 
 
@@ -245,30 +248,88 @@ def test_unknown_implementation():
 
 
 def test_cute_cannot_be_had(monkeypatch):
-    """J13: without a GPU the platform is the reason, on one the missing kernel."""
+    """J13: without a GPU the platform is the reason, on one what the kernel lacks."""
     x = ones(4, 1, 8)
-    for platform, reason in (("cpu", "'cpu'"), ("cuda", "no FlexAttention kernel yet")):
-        monkeypatch.setattr(_fallback, "platform", lambda p=platform: p)
-        for call in (
-            lambda: flex_attention(x, x, x, implementation="cute"),
-            lambda: FlexAttention(implementation="cute"),
-        ):
-            with refused(NotImplementedError, "FlexAttention", '"cute"', reason, '"xla"'):
-                call()
+    for call in (
+        lambda: flex_attention(x, x, x, implementation="cute"),
+        lambda: FlexAttention(implementation="cute"),
+    ):
+        with refused(NotImplementedError, "FlexAttention", '"cute"', "'cpu'", '"xla"'):
+            call()
+    monkeypatch.setattr(_fallback, "platform", lambda: "cuda")
+    for call, reason in LACKS:
+        with refused(NotImplementedError, "FlexAttention", '"cute"', reason, '"xla"'):
+            call("cute")
+
+
+def opaque(s, b, h, q_idx, kv_idx):
+    return s + jax.random.gamma(jax.random.key(0), s)
+
+
+def too_many(implementation):
+    q = jax.ShapeDtypeStruct((1 << 20, 1 << 10, 64, 8), jnp.float16)
+    attend = functools.partial(flex_attention, implementation=implementation)
+    jax.eval_shape(attend, q, q, q)
+
+
+LACKS = [  # H07 among them
+    (lambda how: attend_with(ones(4, 1, 264), how), "dim is 264, and the kernel takes up to 256"),
+    (
+        lambda how: flex_attention(
+            ones(4, 1, 8), ones(4, 1, 8), ones(4, 1, 512), implementation=how
+        ),
+        "v_dim is 512",
+    ),
+    (lambda how: attend_with(ones(4, 1, 8), how, None, opaque), "`opaque`"),
+    (too_many, "tiles"),
+]
+
+
+def attend_with(x, how, *functions):
+    return flex_attention(x, x, x, *functions, implementation=how)
+
+
+def test_float64_has_no_kernel(monkeypatch):
+    monkeypatch.setattr(_fallback, "platform", lambda: "cuda")
+    with jax.enable_x64(True), refused(NotImplementedError, "float64", "float16, bfloat16"):
+        attend_with(ones(4, 1, 8, dtype="float64"), "cute")
 
 
 def test_a_fallback_warns_once_and_says_why(monkeypatch):
     """J13: on a GPU, not elsewhere, and not if plain JAX was asked for."""
-    x = ones(4, 1, 8)
+    x = ones(4, 1, 264)
     monkeypatch.setattr(_fallback, "_WARNED", set())
     flex_attention(x, x, x)
     monkeypatch.setattr(_fallback, "platform", lambda: "cuda")
     flex_attention(x, x, x, implementation="xla")
-    with pytest.warns(UserWarning, match="FlexAttention.*no FlexAttention kernel yet"):
+    with pytest.warns(UserWarning, match="FlexAttention.*dim is 264"):
         flex_attention(x, x, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flex_attention(x, x, x)
+
+
+def test_tiles_of_the_kernel():
+    """B02: a map's tiles are whole tiles of the kernel's, or an error says so before anything runs."""
+    x = ones(200, 1, 8)
+    tiles = tile_map(CausalMask(), 200, 200, tile=(64, 80))
+    flex_attention(x, x, x, CausalMask(), tiles=tiles)
+    with (
+        eqxcute.architecture("sm_80"),
+        refused(ValueError, "tiles of (64, 80)", "multiples of 64", "tile=(64, 128)", '"xla"'),
+    ):
+        flex_attention(x, x, x, CausalMask(), tiles=tiles)
+
+
+def test_unknown_precision():
+    """H09."""
+    x = ones(4, 1, 8)
+    for call in (
+        lambda: flex_attention(x, x, x, precision="float32"),
+        lambda: FlexAttention(precision="float32"),
+    ):
+        with refused(ValueError, "FlexAttention", "'float32'", '"tf32"', '"3xtf32"'):
+            call()
 
 
 def test_importing_does_nothing():
