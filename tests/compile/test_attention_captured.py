@@ -1,0 +1,321 @@
+"""Gradients of captured arrays, from accumulators: in the PTX interpreter, against NumPy.
+
+The kernel here does what the backward kernel does around them, with dS' read from memory.
+"""
+
+import math
+import re
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqxcute.layers.attention._compiled import compiled
+from eqxcute.layers.attention._functions import trace_score
+from eqxcute.layers.attention._kernels import bins
+from eqxcute.layers.attention._kernels.captured import Captured
+from eqxcute.layers.attention._kernels.matrix import Products, by_rows, coordinates
+
+import eqxcute
+from eqxcute.inline import bind, results, start
+from eqxcute.testing import compile_only, interpret
+
+WARPS = 4
+
+
+class Gradients(eqxcute.Kernel):
+    """score, ds (b, h, q, k): a CTA takes `columns` keys of a batch entry, and all its heads and queries."""
+
+    derived: Any = eqxcute.static()
+    ranks: tuple[int, ...] = eqxcute.static()
+    rows: int = eqxcute.static(32)
+    columns: int = eqxcute.static(32)
+    down: int = eqxcute.static(2)  # warps that share the rows
+    deterministic: bool = eqxcute.static(False)
+
+    @property
+    def signature(self):
+        terms = [" ".join(f"s{i}_{j}" for j in range(n)) or "()" for i, n in enumerate(self.ranks)]
+        return f"b h q k, b h q k, ctas, [{', '.join(terms)}] -> {', '.join(terms)}"
+
+    def out_dtypes(self, *arguments):
+        return jnp.float32
+
+    def out_tree(self, *arguments):
+        return tuple(0 for _ in self.ranks)
+
+    def workspace(self, score, ds, order, arrays):
+        if not self.deterministic:
+            return ()
+        return tuple(jax.ShapeDtypeStruct((bins.WORDS, *x.shape, 2), jnp.int32) for x in arrays)
+
+    @property
+    def captured(self):
+        products = Products(cutlass.BFloat16, self.down, WARPS // self.down)
+        return Captured(self.derived.code, self.derived.reads, products, self.rows, self.columns)
+
+    @cute.jit
+    def launch(self, stream, score, ds, order, arrays, gradients, *words):
+        words = words if self.deterministic else [None] * len(gradients)
+        targets = tuple(bins.Target(g, w) for g, w in zip(gradients, words, strict=True))
+        for i in cutlass.range_constexpr(len(targets)):
+            bins.clear(stream, targets[i])
+        grid = [score.shape[0] * cute.ceil_div(score.shape[3], self.columns), 1, 1]
+        self.kernel(score, ds, order, arrays, targets).launch(
+            grid=grid, block=[32 * WARPS, 1, 1], stream=stream
+        )
+        if cutlass.const_expr(self.deterministic):
+            for i in cutlass.range_constexpr(len(targets)):
+                bins.fold(stream, targets[i])
+
+    @cute.kernel
+    def kernel(self, score, ds, order, arrays, targets):
+        tid, _, _ = cute.arch.thread_idx()
+        cta = order[cute.arch.block_idx()[0]]
+        b, first = cta % score.shape[0], cta // score.shape[0] * self.columns
+        captured = self.captured
+        at = by_rows(coordinates(captured.products, tid, self.rows, self.columns))
+        whole = bind(start(self.derived.code, arrays), b=b)
+        sums = captured.start()
+        for h in cutlass.range(score.shape[1], unroll=1):
+            head = bind(whole, h=h)
+            for j in cutlass.range(cute.ceil_div(score.shape[2], self.rows), unroll=1):
+                tile = score[b, h, None, None], ds[b, h, None, None]
+                self.tile(captured, sums, targets, head, at, tile, j * self.rows, first)
+            captured.finish_head(sums, targets, head, first, at)
+        captured.finish(sums, targets, whole, first, at)
+
+    @cute.jit
+    def tile(
+        self,
+        captured: cutlass.Constexpr,
+        sums,
+        targets,
+        head: cutlass.Constexpr,
+        at,
+        tile,
+        first_row,
+        first_column,
+    ):
+        score, ds = tile
+        for r in cutlass.range_constexpr(cute.size(at, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(at, mode=[1])):
+                q, k = first_row + at[r, 0][0], first_column + at[0, c][1]
+                s, d = cutlass.Float32(0.0), cutlass.Float32(0.0)
+                if (q < score.shape[0]) & (k < score.shape[1]):
+                    s, d = score[q, k], ds[q, k]
+                values = results(bind(head, q_idx=q, kv_idx=k, score=s))
+                captured.add(sums, targets, r, c, d != 0.0, d, values)
+        captured.finish_tile(sums, targets, head, first_row, first_column, at)
+
+
+def by_head(slopes, score, b, h, q_idx, kv_idx):
+    return score * slopes[h]
+
+
+def one_for_all(scale, score, b, h, q_idx, kv_idx):
+    return score * scale
+
+
+def by_key(bias, score, b, h, q_idx, kv_idx):
+    return score + bias[b, kv_idx] * jnp.tanh(score)
+
+
+def by_key_and_head(bias, score, b, h, q_idx, kv_idx):
+    return score + bias[h, kv_idx]
+
+
+def by_query(bias, score, b, h, q_idx, kv_idx):
+    return score + score * bias[h, q_idx // 2]
+
+
+def by_distance(table, score, b, h, q_idx, kv_idx):
+    most = table.shape[1] // 2
+    return score + table[h, jnp.clip(kv_idx - q_idx - 3, -most, most) + most] * score
+
+
+def by_bucket(table, score, b, h, q_idx, kv_idx):
+    distance = jnp.abs(q_idx - kv_idx)
+    far = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32)) * 2
+    bucket = jnp.where(distance < 4, distance, 4 + far.astype(jnp.int32))
+    return score + table[jnp.minimum(bucket, 9) + jnp.where(kv_idx > q_idx, 10, 0)]
+
+
+def by_pair(bias, score, b, h, q_idx, kv_idx):
+    return score * bias[h, q_idx, kv_idx]
+
+
+def by_block(bias, score, b, h, q_idx, kv_idx):
+    return score + bias[(q_idx // 64) * 2 + kv_idx // 64]
+
+
+CASES = {
+    "head": (by_head, (2,)),
+    "for all": (one_for_all, ()),
+    "column": (by_key, (2, 45)),
+    "column and head": (by_key_and_head, (2, 45)),
+    "row": (by_query, (2, 20)),
+    "distance": (by_distance, (2, 41)),
+    "bucket": (by_bucket, (20,)),
+    "pair": (by_pair, (2, 37, 45)),
+    "block": (by_block, (4,)),
+}
+SIZES = 2, 2, 37, 45
+
+
+def given(names):
+    """The score function of several, one after the other, and its arrays."""
+    rng = np.random.default_rng(0)
+    functions = [CASES[name][0] for name in names]
+    arrays = [jnp.asarray(rng.standard_normal(CASES[name][1]), jnp.float32) for name in names]
+
+    def whole(arrays):
+        def score_fn(score, *indices):
+            for f, x in zip(functions, arrays, strict=True):
+                score = f(x, score, *indices)
+            return score
+
+        return score_fn
+
+    return whole, arrays
+
+
+def numbers(sizes=SIZES):
+    rng = np.random.default_rng(1)
+    return tuple(jnp.asarray(rng.standard_normal(sizes), jnp.float32) for _ in range(2))
+
+
+def expected(whole, arrays, score, ds):
+    indices = np.indices(score.shape).reshape(4, -1).astype(np.int32)
+
+    def scores(arrays):
+        return jax.vmap(whole(arrays))(score.reshape(-1), *indices)
+
+    return jax.vjp(scores, arrays)[1](ds.reshape(-1))[0]
+
+
+def kernel_of(names, **options):
+    whole, arrays = given(names)
+    program, captured = trace_score(whole(arrays), jnp.float32)
+    function, operands = compiled(program, captured)
+    order = [next(i for i, x in enumerate(arrays) if x is y) for y in captured]
+    ranks = tuple(x.ndim for x in operands)
+    kernel = Gradients(function.derived(), ranks, **options)
+    return kernel, whole, arrays, operands, order
+
+
+def order_of(score, columns=32):
+    return jnp.arange(score.shape[0] * -(-score.shape[3] // columns), dtype=jnp.int32)
+
+
+def check(names, *numbers, **options):
+    """Against JAX, in float32."""
+    kernel, whole, arrays, operands, order = kernel_of(names, **options)
+    score, ds = numbers
+    got = interpret(kernel, score, ds, order_of(score, kernel.columns), list(operands))
+    want = expected(whole, arrays, score, ds)
+    for x, i in zip(got, order, strict=True):
+        assert x.shape == want[i].shape
+        size = np.abs(want[i]).max()
+        np.testing.assert_allclose(x, want[i], rtol=0, atol=4e-6 * size, err_msg=names[i])
+
+
+def test_gradients():
+    check(list(CASES), *numbers())
+
+
+# Warps below and beside each other; a warp with one block of rows and with two; gaps between its blocks of columns.
+@pytest.mark.parametrize(("rows", "columns", "down"), [(64, 32, 4), (32, 64, 1), (64, 32, 2)])
+def test_diagonals_of_every_cut_among_warps(rows, columns, down):
+    cut = {"rows": rows, "columns": columns, "down": down}
+    check(["distance"], *numbers((1, 2, 70, 75)), **cut)
+
+
+def test_what_is_masked_adds_nothing():
+    """Neither to sums nor to memory: its derivative may be NaN."""
+    kernel, *_, operands, _ = kernel_of(list(CASES))
+    score = jnp.full((1, 2, 37, 45), jnp.nan)
+    got = interpret(kernel, score, jnp.zeros_like(score), order_of(score), list(operands))
+    assert all(np.all(np.asarray(x) == 0) for x in got)
+
+
+ORDERED = ["head", "column", "bucket", "pair"]
+
+
+def test_deterministic_sums_do_not_depend_on_the_order_of_ctas():
+    score, ds = numbers((3, 2, 37, 70))
+    kernel, whole, arrays, operands, order = kernel_of(ORDERED, deterministic=True)
+    ctas = order_of(score)
+    got = interpret(kernel, score, ds, ctas, list(operands))
+    again = interpret(kernel, score, ds, ctas[jnp.asarray([4, 8, 0, 7, 1, 3, 2, 6, 5])], list(operands))
+    want = expected(whole, arrays, score, ds)
+    for x, y, i in zip(got, again, order, strict=True):
+        np.testing.assert_array_equal(x, y, ORDERED[i])
+        size = np.abs(want[i]).max()
+        np.testing.assert_allclose(x, want[i], rtol=0, atol=4e-6 * size, err_msg=ORDERED[i])
+
+
+class AddTerms(eqxcute.Kernel):
+    """`x[i]` to entry `at[i]` of an array of pairs, by the words of `bins`."""
+
+    signature = "n, n, m k -> m k"
+
+    def workspace(self, x, at, like):
+        return (jax.ShapeDtypeStruct((bins.WORDS, *like.shape, 2), jnp.int32),)
+
+    @cute.jit
+    def launch(self, stream, x, at, like, out, words):
+        target = bins.Target(out, words)
+        bins.clear(stream, target)
+        self.kernel(x, at, target).launch(
+            grid=[cute.ceil_div(x.shape[0], 128), 1, 1], block=[128, 1, 1], stream=stream
+        )
+        bins.fold(stream, target)
+
+    @cute.kernel
+    def kernel(self, x, at, target):
+        i = cute.arch.block_idx()[0] * 128 + cute.arch.thread_idx()[0]
+        if i < x.shape[0]:
+            bins.add_term(target, bins.place_of(target, [at[i] // 2, at[i] % 2]), x[i])
+
+
+def test_terms_of_every_size_add_up_exactly():
+    rng = np.random.default_rng(0)
+    bits = np.frombuffer(rng.bytes(4 * 600), np.float32)
+    spread = rng.standard_normal(300) * 2.0 ** rng.integers(-150, 126, 300)
+    x = np.concatenate([bits[np.isfinite(bits)], spread]).astype(np.float32)
+    groups = [
+        x[np.abs(x) < 1e36],
+        np.float32([2**24 - 1] * 300 + [1e-45]),
+        np.float32([-1e-45]),
+        np.float32([1.0, 2**-24, 2**-60]),
+        np.float32([3e38, 1e-30, -3e38]),
+        np.float32([3e38, 3e38]),
+        np.float32([np.inf, 1, -1e30]),
+        np.float32([np.inf, -np.inf]),
+        np.float32([1, np.nan]),
+        np.float32([-np.inf] * 3),
+        np.float32([]),
+        np.float32([]),
+    ]
+    at = np.repeat(np.arange(len(groups)), [len(g) for g in groups]).astype(np.int32)
+    terms = np.concatenate(groups)
+    mixed = rng.permutation(len(terms))
+    got = interpret(AddTerms(), terms[mixed], at[mixed], np.zeros((6, 2), np.float32))
+    with np.errstate(all="ignore"):
+        exact = [math.fsum(g) if np.isfinite(g).all() else np.sum(g) for g in groups]
+        want = np.array(exact).astype(np.float32)
+    np.testing.assert_array_equal(got.reshape(-1), want)
+
+
+def test_places_are_addressed_in_64_bits():
+    """An array may have more than 2**31 entries."""
+    one = np.zeros(1, np.int32)
+    code = compile_only(AddTerms(), one.astype(np.float32), one, np.zeros((6, 2), np.float32)).ptx
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add", code)) >= 3
+    narrow = set(re.findall(r"(?:shl\.b32|mul\.lo\.s32|mad\.lo\.s32)\s+(%r\d+)", code))
+    wide = re.findall(r"(?:mul\.wide\.[su]32|cvt\.s64\.s32)\s+%rd\d+, (%r\d+)", code)
+    assert wide and not narrow & set(wide)
