@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from eqxcute import SlowPathWarning
 from eqxcute._fallback import warn_once
 
-from ._entry import MaskFn, ScoreFn
+from ._entry import MaskFn, ScoreFn, check_function
 from ._functions import Block, mask_block, score_block_guarded, trace_mask, trace_score
 from ._layer import FlexAttention
 from ._masks import AbstractMask, AndMask, Index, Verdict
@@ -265,6 +265,7 @@ class MultiheadAttention(eqx.Module):
     def _mask_fn(self, mask: Any, q_len: int, kv_len: int) -> Callable | None:
         """The argument `mask` as a mask function."""
         if mask is None or callable(mask):
+            check_function("mask", mask)
             return mask
         table = jnp.asarray(mask)
         if table.dtype != jnp.bool_:

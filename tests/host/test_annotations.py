@@ -13,7 +13,7 @@ with jaxtyping.install_import_hook("eqxcute.layers", "beartype.beartype"):
     import eqxcute.layers.attention as attention
     import eqxcute.layers.bias_act
 import jax, jax.numpy as jnp, jax.random as jr, pytest
-from eqxcute.layers import BiasReLU, FlexAttention, bias_relu, flex_attention
+from eqxcute.layers import BiasReLU, FlexAttention, MultiheadAttention, bias_relu, flex_attention
 
 for dtype in ("float32", "bfloat16", "float16"):
     x, bias = jr.normal(jr.key(0), (2, 3, 5)).astype(dtype), jnp.ones(5)
@@ -39,6 +39,10 @@ for score in scores:
     jax.grad(lambda q: flex_attention(q, k, v, score_fn=score, sink=jnp.zeros(4)).sum())(q)
 assert jax.vmap(FlexAttention())(q, k, v).shape == (2, 6, 4, 3)
 assert flex_attention(q[0], k[0], v[0]).shape == (6, 4, 3)
+heads = MultiheadAttention(4, 8, 7, 6, 5, mask_fn=attention.CausalMask(), num_kv_heads=2, key=jr.key(0))
+x, y, z = jnp.ones((6, 8)), jnp.ones((9, 7)), jnp.ones((9, 6))
+for mask in (None, jnp.ones((6, 9), bool), jnp.ones((4, 6, 9), bool), attention.FullMask(), lambda *indices: True):
+    assert heads(x, y, z, mask).shape == (6, 5)
 with pytest.raises(jaxtyping.TypeCheckError):
     flex_attention(q[0, 0, 0], k, v)
 print("checked")

@@ -105,12 +105,11 @@ def test_signatures_are_equinox_s():
 
 BIASED = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 CASES = {
-    "biases": ((2, 8), BIASED, {}),
-    "sizes": ((2, 8, 5, 3, 7, 6, 5), {}, {"mask": (2, Q, K), "process_heads": rotary}),
+    "sizes": ((2, 8, 5, 3, 7, 6, 5), BIASED, {"mask": (2, Q, K), "process_heads": rotary}),
     "sizes left over": (
         (3, 10, 8, None, 8, None, 2, True),
         {"use_output_bias": True, "dropout_p": 0.5, "inference": True},
-        {"mask": (Q, K)},
+        {},
     ),
 }
 
@@ -284,12 +283,16 @@ def test_the_path_of_dropout_is_the_same_attention():
     layer in place of dropout that drops nothing."""
     bias = np.random.default_rng(3).normal(size=(4, Q, K)).astype(np.float32)
     bias[:, 1, 0] = -np.inf  # the last key that row 1 sees
-    bias[:, 0, 1:] = np.nan  # which the mask forbids
+    factors = jnp.ones((Q, K)).at[0].set(jnp.nan)  # where the mask forbids
+
+    def stretch(score, b, h, q_idx, kv_idx):
+        return score * (h + 1) * factors[q_idx, kv_idx]
+
     fused = MultiheadAttention(
         4,
         8,
         mask_fn=lambda b, h, q_idx, kv_idx: (kv_idx < q_idx) & (h + b != 3),
-        score_fn=AdditiveBias(jnp.asarray(bias)).then(lambda s, b, h, q_idx, kv_idx: s * (h + 1)),
+        score_fn=AdditiveBias(jnp.asarray(bias)).then(stretch),
         num_kv_heads=2,
         scale=0.7,
         use_output_bias=True,
@@ -461,6 +464,7 @@ def changed(place, new):
             ["mask", "bools", "float32", "score_fn"],
         ),
         (list, {"mask": DocumentMask(jnp.zeros(K, jnp.int32))}, ValueError, ["q_ids", "9", "6"]),
+        (list, {"mask": CausalMask}, TypeError, ["mask", "CausalMask(...)"]),
         (list, {"mask": lambda b, h, i, j: j * 1.0}, TypeError, ["mask_fn", "bool", "float32"]),
         (
             list,
