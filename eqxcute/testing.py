@@ -126,7 +126,18 @@ def interpreted(architecture: str = "sm_80"):
 
 
 def run_interpreted(call: Call, architecture: str, *operands: Any) -> list[Any]:
-    """What a kernel's lowering becomes inside `interpreted`."""
+    """What a kernel's lowering becomes inside `interpreted`.
+
+    **Arguments:**
+
+    - `call`: The kernel's call, without its arrays.
+    - `architecture`: The GPU whose instructions are interpreted.
+    - `operands`: The arrays.
+
+    **Returns:**
+
+    The outputs, in order.
+    """
     wanted = view_of(call, [jax.typeof(x) for x in operands]).outputs
 
     def run(*arrays):
