@@ -213,7 +213,12 @@ class BackwardKernel(eqxcute.Kernel):
         shapes = _config.backward_workspace(
             math.prod(lead), kv_heads * group, q_len, dim, self.deterministic
         )
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        scratch = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        if self.deterministic:
+            moving = [x for x, wanted in zip(rest[-1], self.wanted, strict=True) if wanted]
+            words = [_config.words_workspace(x.shape) for x in moving]
+            scratch += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in words]
+        return tuple(scratch)
 
     def launch(
         self,

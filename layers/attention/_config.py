@@ -137,6 +137,15 @@ def backward_workspace(
     return (line, line) if deterministic else (line, line, (*line, -(-dim // 32) * 32))
 
 
+# Words of 64 bits that hold the exact sum of float32 numbers: see `_kernels/bins.py`.
+WORDS: Final = 12
+
+
+def words_workspace(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape, in int32, of the words that sum a gradient of `shape` where the order of terms must not matter."""
+    return (WORDS, *shape, 2)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeforeBackward:
     """Of what runs before the backward kernels. Frozen: it is in the compile key."""

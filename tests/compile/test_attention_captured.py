@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqxcute.layers.attention._compiled import compiled
+from eqxcute.layers.attention._config import words_workspace
 from eqxcute.layers.attention._functions import trace_score
 from eqxcute.layers.attention._kernels import bins
-from eqxcute.layers.attention._kernels.captured import Captured
+from eqxcute.layers.attention._kernels.captured import start_captured
 from eqxcute.layers.attention._kernels.matrix import Products, by_rows, coordinates
 
 import eqxcute
@@ -50,12 +51,7 @@ class Gradients(eqxcute.Kernel):
     def workspace(self, score, ds, order, arrays):
         if not self.deterministic:
             return ()
-        return tuple(jax.ShapeDtypeStruct((bins.WORDS, *x.shape, 2), jnp.int32) for x in arrays)
-
-    @property
-    def captured(self):
-        products = Products(cutlass.BFloat16, self.down, WARPS // self.down)
-        return Captured(self.derived.code, self.derived.reads, products, self.rows, self.columns)
+        return tuple(jax.ShapeDtypeStruct(words_workspace(x.shape), jnp.int32) for x in arrays)
 
     @cute.jit
     def launch(self, stream, score, ds, order, arrays, gradients, *words):
@@ -76,31 +72,30 @@ class Gradients(eqxcute.Kernel):
         tid, _, _ = cute.arch.thread_idx()
         cta = order[cute.arch.block_idx()[0]]
         b, first = cta % score.shape[0], cta // score.shape[0] * self.columns
-        captured = self.captured
-        at = by_rows(coordinates(captured.products, tid, self.rows, self.columns))
+        products = Products(cutlass.BFloat16, self.down, WARPS // self.down)
+        tile = self.rows, self.columns
+        at = by_rows(coordinates(products, tid, *tile))
         whole = bind(start(self.derived.code, arrays), b=b)
-        sums = captured.start()
+        captured = start_captured(*self.derived, targets, products, tid, tile, first)
         for h in cutlass.range(score.shape[1], unroll=1):
             head = bind(whole, h=h)
             for j in cutlass.range(cute.ceil_div(score.shape[2], self.rows), unroll=1):
-                tile = score[b, h, None, None], ds[b, h, None, None]
-                self.tile(captured, sums, targets, head, at, tile, j * self.rows, first)
-            captured.finish_head(sums, targets, head, first, at)
-        captured.finish(sums, targets, whole, first, at)
+                given = score[b, h, None, None], ds[b, h, None, None]
+                self.tile(captured, head, at, given, j * self.rows, first)
+            captured.finish_head(head)
+        captured.finish(whole)
 
     @cute.jit
     def tile(
         self,
         captured: cutlass.Constexpr,
-        sums,
-        targets,
         head: cutlass.Constexpr,
         at,
-        tile,
+        given,
         first_row,
         first_column,
     ):
-        score, ds = tile
+        score, ds = given
         for r in cutlass.range_constexpr(cute.size(at, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(at, mode=[1])):
                 q, k = first_row + at[r, 0][0], first_column + at[0, c][1]
@@ -108,8 +103,8 @@ class Gradients(eqxcute.Kernel):
                 if (q < score.shape[0]) & (k < score.shape[1]):
                     s, d = score[q, k], ds[q, k]
                 values = results(bind(head, q_idx=q, kv_idx=k, score=s))
-                captured.add(sums, targets, r, c, d != 0.0, d, values)
-        captured.finish_tile(sums, targets, head, first_row, first_column, at)
+                captured.add(r, c, d != 0.0, d, values)
+        captured.finish_tile(head, first_row)
 
 
 def by_head(slopes, score, b, h, q_idx, kv_idx):
@@ -250,7 +245,9 @@ def test_deterministic_sums_do_not_depend_on_the_order_of_ctas():
     kernel, whole, arrays, operands, order = kernel_of(ORDERED, deterministic=True)
     ctas = order_of(score)
     got = interpret(kernel, score, ds, ctas, list(operands))
-    again = interpret(kernel, score, ds, ctas[jnp.asarray([4, 8, 0, 7, 1, 3, 2, 6, 5])], list(operands))
+    again = interpret(
+        kernel, score, ds, ctas[jnp.asarray([4, 8, 0, 7, 1, 3, 2, 6, 5])], list(operands)
+    )
     want = expected(whole, arrays, score, ds)
     for x, y, i in zip(got, again, order, strict=True):
         np.testing.assert_array_equal(x, y, ORDERED[i])
@@ -264,7 +261,7 @@ class AddTerms(eqxcute.Kernel):
     signature = "n, n, m k -> m k"
 
     def workspace(self, x, at, like):
-        return (jax.ShapeDtypeStruct((bins.WORDS, *like.shape, 2), jnp.int32),)
+        return (jax.ShapeDtypeStruct(words_workspace(like.shape), jnp.int32),)
 
     @cute.jit
     def launch(self, stream, x, at, like, out, words):
@@ -318,4 +315,5 @@ def test_places_are_addressed_in_64_bits():
     assert len(re.findall(r"red\.relaxed\.gpu\.global\.add", code)) >= 3
     narrow = set(re.findall(r"(?:shl\.b32|mul\.lo\.s32|mad\.lo\.s32)\s+(%r\d+)", code))
     wide = re.findall(r"(?:mul\.wide\.[su]32|cvt\.s64\.s32)\s+%rd\d+, (%r\d+)", code)
-    assert wide and not narrow & set(wide)
+    assert wide
+    assert not narrow & set(wide)

@@ -9,6 +9,7 @@ With S the scores, P = exp(S - lse), dP = dO V^T, and delta = rowsum(dO O) - dls
     tile       of `tile_q` queries: S and dP in registers; P and dS go through shared memory, to be operands of the other
                three products; dQ is added to float32 sums in memory by atomics, in the order of the accumulator's registers
     memory     k and v once; q, dO, lse and delta in stages: tile i + 1 arrives while tile i is computed
+    captured   what each pair adds to arrays of the score function is summed by captured.py, after dS is known
     before     before.py makes delta and lse in base 2, and zeroes the sums
     after      after.py rounds the sums to dQ. Where results must not depend on the order of atomics, queries.py makes dQ
 
@@ -26,6 +27,8 @@ from cutlass.memory import SmemAllocator
 from .._config import BEFORE, Sm80Backward, Sm80Queries
 from .after import After
 from .before import Before
+from .bins import Target, clear, fold
+from .captured import Captured, start_captured
 from .functions import (
     Scores,
     bind_head,
@@ -60,8 +63,9 @@ class Backward:
     """q, out, dout (R, Q, N, G, D|E), k (R, K, N, D), v (R, K, N, E), lse and dlse (R, N, G, Q) float32.
 
     `mask` and `score` are codes, or None; `derived` is the score's derivative, with what it reads; `layout` says what the
-    lists of the tile map are, None without one. Scratch, float32: lse and delta (R * N * G, Qpad), and unless
-    `deterministic` sums (R * N * G, Qpad, .).
+    lists of the tile map are, None without one. `captured` are the float32 gradients of the score's arrays, None where
+    nobody wants one. Scratch, float32: lse and delta (R * N * G, Qpad), and sums (R * N * G, Qpad, .), or if
+    `deterministic` for each wanted gradient the words of its sums (bins.py).
     """
 
     def __init__(
@@ -111,8 +115,12 @@ class Backward:
     ):
         lse2, delta, *rest = scratch
         sums = None if const_expr(self.deterministic) else rest[0]
+        targets = self.targets(captured, rest if self.deterministic else ())
         backwards = None if const_expr(lists is None) else lists[1]
         Before(BEFORE)(stream, out, dout, lse, dlse, lse2, delta, sums)
+        for i in range_constexpr(len(targets)):
+            if const_expr(targets[i] is not None):
+                clear(stream, targets[i])
         grid = grid_size(self.keys, k.shape[1], heads.shape[0], rows)
         if grid > 0:  # an empty grid is a launch error
             self.kernel(
@@ -130,9 +138,13 @@ class Backward:
                 sums,
                 dk,
                 dv,
+                targets,
                 scale,
             ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
         if const_expr(self.deterministic):
+            for i in range_constexpr(len(targets)):
+                if const_expr(targets[i] is not None):
+                    fold(stream, targets[i])
             forwards = None if const_expr(lists is None) else lists[0]
             self.of_queries(
                 stream,
@@ -153,6 +165,11 @@ class Backward:
         else:
             After(self.config)(stream, sums, dq, scale)
 
+    def targets(self, captured, words) -> tuple[Target | None, ...]:
+        """Where gradients of the score's arrays are summed."""
+        words = iter(words)
+        return tuple(None if x is None else Target(x, next(words, None)) for x in captured)
+
     @cute.kernel
     def kernel(
         self,
@@ -170,6 +187,7 @@ class Backward:
         sums,
         dk,
         dv,
+        targets,
         scale,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -189,6 +207,7 @@ class Backward:
         load_tile(tid, self.threads, gV, tiles.v.iterator, 0, config.tile_kv, v_dim, first)
         cute.arch.cp_async_commit_group()
         scores = start_scores(self.mask, self.score, mask_arrays, score_arrays, self.derivative)
+        captured = self.start_captured(tid, dtype, targets, first)
         for g in cutlass.range(heads.shape[1], unroll=1):
             self.head(
                 place._replace(g=g, h=heads[n, g]),
@@ -199,15 +218,26 @@ class Backward:
                 tiles,
                 (acc_k, acc_v),
                 scores,
+                captured,
                 first,
                 scale,
             )
+        if const_expr(captured is not None):
+            captured.finish(bind_head(scores, place, rows).derivative)
         acc_k.store(acc_k.load() * scale)
         self.store(tid, of_kv, acc_k, tiles.k, dk[r, None, n, None], first)
         self.store(tid, of_kv, acc_v, tiles.v, dv[r, None, n, None], first)
 
     def products(self, dtype, down: int) -> Products:
         return Products(dtype, down, self.config.warps // down, self.passes)
+
+    def start_captured(self, tid, dtype, targets, first) -> Captured | None:
+        """None: the score reads nothing that has a gradient."""
+        if self.derived is None or not self.derived.reads:
+            return None
+        of_s = self.products(dtype, self.config.down_s)
+        tile = self.config.tile_q, self.config.tile_kv
+        return start_captured(*self.derived, targets, of_s, tid, tile, first)
 
     def allocate(self, dtype, dim: int, v_dim: int) -> "Tiles":
         config, shared = self.config, SmemAllocator()
@@ -232,7 +262,18 @@ class Backward:
 
     @cute.jit
     def head(
-        self, place, arrays, kv_len, rows, lists, tiles, accs, scores: Constexpr, first, scale
+        self,
+        place,
+        arrays,
+        kv_len,
+        rows,
+        lists,
+        tiles,
+        accs,
+        scores: Constexpr,
+        captured: Constexpr,
+        first,
+        scale,
     ):
         """One query head: all tiles of its queries that meet this tile of keys."""
         q, dout, lse2, delta, sums = arrays
@@ -246,7 +287,7 @@ class Backward:
             lse2[at_head, None],
             delta[at_head, None],
         )
-        context = self.context(tid, q.element_type, bind_head(scores, place, rows), first)
+        context = self.context(tid, q.element_type, bind_head(scores, place, rows), captured, first)
         # Queries of one head after the other: the first tile of a head takes the place of an earlier head's last one.
         cute.arch.sync_threads()
         if const_expr(self.config.stages > 1):
@@ -260,14 +301,17 @@ class Backward:
             j = self.next_tile(tid, sources, tiles, found, i)
             self.tile(tid, context, sources, tiles, accs, sums, at_head, j, i, kv_len, scale, False)
         cute.arch.cp_async_wait_group(0)
+        if const_expr(captured is not None):
+            captured.finish_head(context.head.derivative)
 
-    def context(self, tid, dtype, head: Scores, first) -> "Context":
+    def context(self, tid, dtype, head: Scores, captured, first) -> "Context":
         """What is known of a head before its queries: the functions at the thread's keys."""
         config = self.config
         of_s = self.products(dtype, config.down_s)
         at = by_rows(coordinates(of_s, tid, config.tile_q, config.tile_kv))
         keys = [first + at[0, c][1] for c in range(cute.size(at, mode=[1]))]
-        return Context(head, [bind_scores(head, kv_idx=key) for key in keys], at, first)
+        columns = [bind_scores(head, kv_idx=key) for key in keys]
+        return Context(head, columns, captured, at, first)
 
     @cute.jit
     def load(self, tid, sources, tiles, j, stage):
@@ -346,7 +390,9 @@ class Backward:
         for r in range_constexpr(cute.size(s, mode=[0])):
             delta = tiles.delta[at[r, 0][0], stage]
             ds[r, None].store(s[r, None].load() * (ds[r, None].load() - delta))
-        self.chain(s, ds, slopes)
+        self.chain(s, ds, slopes, context.captured)
+        if const_expr(context.captured is not None):
+            context.captured.finish_tile(context.head.derivative, m0)
         to_shared(of_s, tid, acc_d, tiles.ds)
         cute.arch.sync_threads()
 
@@ -376,7 +422,7 @@ class Backward:
         )
 
     def apply(self, s, context: "Context", m0, left, scale, is_partial: bool):
-        """The score function, and in a partial tile the mask. Returns d score / d product of each pair, by rows and
+        """The score function, and in a partial tile the mask. Returns the score's derivatives at each pair, by rows and
         columns; None without a score function."""
         if not is_partial and self.score is None:
             return None
@@ -390,18 +436,22 @@ class Backward:
                 if self.score is not None:
                     product = value * scale
                     value = scored(pair, product)
-                    slopes[r].append(derivatives(pair, product)[0])
+                    slopes[r].append(derivatives(pair, product))
                 if is_partial:
                     inside = (row < left[0]) & (context.at[0, c][1] < left[1])
                     value = masked(pair, inside, value)
                 s[r, c] = value
         return slopes if self.score is not None else None
 
-    def chain(self, p, ds, slopes) -> None:
-        """`ds` times the slopes. Where p is 0 it stays 0: a slope that a masked pair has may be NaN."""
+    def chain(self, p, ds, slopes, captured: Captured | None) -> None:
+        """`ds` times the slopes, and times those of what the score reads. Where p is 0 it stays 0: a slope that a masked
+        pair has may be NaN."""
         for r, row in enumerate(slopes or ()):
-            for c, slope in enumerate(row):
-                ds[r, c] = select(p[r, c] == 0.0, Float32(0.0), ds[r, c] * slope)
+            for c, values in enumerate(row):
+                live = p[r, c] != 0.0
+                if captured is not None:
+                    captured.add(r, c, live, ds[r, c], values)
+                ds[r, c] = select(live, ds[r, c] * values[0], Float32(0.0))
 
     @cute.jit
     def cut(self, s, at, left):
@@ -450,10 +500,11 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Of one head, for all tiles of its queries: the functions at the head, and at each of the thread's columns; the
-    thread's (row, column)s within a tile; the first key."""
+    """Of one head, for all tiles of its queries: the functions at the head, and at each of the thread's columns; what is
+    captured; the thread's (row, column)s within a tile; the first key."""
 
     head: Scores
     columns: list[Scores]
+    captured: Captured | None
     at: Any
     first: Int32

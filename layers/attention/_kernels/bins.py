@@ -20,7 +20,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64, const_expr, range_constexpr
 
-WORDS: Final = 12
+from .._config import WORDS
+
 DIGIT: Final = 24  # bits of a word that one term fills
 THREADS: Final = 256
 

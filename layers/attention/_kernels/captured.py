@@ -9,14 +9,14 @@ is known from the read's indices (`eqxcute.inline.index_kind`); they are added u
     distance   one for each diagonal: in registers and by shuffles, below
     pair       any: at once, and for a whole warp where it has one place only
 
-    sums = captured.start()                                   # once a CTA
+    captured = start_captured(...)                            # once a CTA
     for each query head:
         for each tile:
             for each pair:
-                captured.add(sums, targets, r, c, live, ds, values)
-            captured.finish_tile(sums, targets, head, first_row, first_column, at)
-        captured.finish_head(sums, targets, head, first_column, at)
-    captured.finish(sums, targets, head, first_column, at)
+                captured.add(r, c, live, ds, values)
+            captured.finish_tile(head, first_row)
+        captured.finish_head(head)
+    captured.finish(whole)
 
 Diagonals: a thread holds columns 2 t and 2 t + 1 of row g in each block of 8 x 8. Blocks on one diagonal are added in
 registers. Then rows are added that differ in one bit of g, s apart, each lane taking from its partner what is s columns
@@ -31,7 +31,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 from eqxcute.inline import Code, Partial, Read, bind, index_kind, result
 
@@ -40,18 +40,24 @@ from .functions import select
 from .matrix import Products, by_rows, coordinates
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Captured:
-    """`reads` of a score's derivative `code`; accumulators of `products` over tiles of `rows` x `columns`.
+    """Frozen, with its sums in registers: CuTe carries no such object through a loop on the device.
 
-    Targets are those of the code's operands, in order; None where no read is.
+    - `code`, `reads`: Of a score's derivative.
+    - `targets`: Of the code's operands, in order; None where no read is.
+    - `rows`, `columns`: How far each row and each column of a thread is from its first.
+    - `at`: The thread's first (row, column); the row in the tile, the column for all tiles.
+    - `sums`: Of each read, in registers.
     """
 
     code: Code
     reads: tuple[Read, ...]
-    products: Products
-    rows: int
-    columns: int
+    targets: Sequence[Target | None]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    at: tuple[Int32, Int32]
+    sums: tuple
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -64,98 +70,82 @@ class Captured:
         return tuple(any("h" in names[results[i]] for i in read.indices) for read in self.reads)
 
     @functools.cached_property
-    def steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How far each row and each column of a thread is from its first: 8 or 16 ..., and for odd columns one more."""
-        at = by_rows(coordinates(self.products, 0, self.rows, self.columns))
-        rows, columns = (range(cute.size(at, mode=[i])) for i in (0, 1))
-        return tuple(at[r, 0][0] for r in rows), tuple(at[0, c][1] for c in columns)
-
-    @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         """The diagonals of blocks of 8 x 8 on which a thread has elements: column minus row."""
-        rows, columns = self.steps
-        return tuple(sorted({(c - r) // 8 for r in rows for c in columns}))
+        return tuple(sorted({(c - r) // 8 for r in self.rows for c in self.columns}))
 
-    def start(self) -> tuple:
-        """Sums of no pairs."""
-        rows, columns = self.steps
-        sizes = {"head": 2, "row": len(rows), "column": len(columns), "pair": 0}
+    def started(self) -> "Captured":
+        """With sums of no pairs."""
+        sizes = {"head": 2, "row": len(self.rows), "column": len(self.columns), "pair": 0}
         sizes["distance"] = 2 * len(self.blocks)
-        return tuple(zeros(sizes[kind]) for kind in self.kinds)
+        return dataclasses.replace(self, sums=tuple(zeros(sizes[kind]) for kind in self.kinds))
 
-    def add(
-        self,
-        sums: tuple,
-        targets: Sequence[Target | None],
-        r: int,
-        c: int,
-        live: Boolean,
-        ds: Float32,
-        values: Sequence[Any],
-    ) -> None:
+    def add(self, r: int, c: int, live: Boolean, ds: Float32, values: Sequence[Any]) -> None:
         """What element (r, c) of a thread adds: `values` are the results of the derivative's code there. Nothing where
         it is not `live`, whatever they are."""
-        for read, kind, total in zip(self.reads, self.kinds, sums, strict=True):
+        for read, kind, total in zip(self.reads, self.kinds, self.sums, strict=True):
             x = select(live, ds * Float32(values[read.derivative]), Float32(0.0))
             if kind == "pair":
-                target = targets[read.operand]
+                target = self.targets[read.operand]
                 add_alike(target, place_of(target, [values[i] for i in read.indices]), x)
-            else:
-                i = {"head": 0, "row": r, "column": c, "distance": self._slot(r, c)}[kind]
-                total[i] = total[i] + x
+                continue
+            block = (self.columns[c] - self.rows[r]) // 8
+            slot = 2 * self.blocks.index(block) + c % 2
+            i = {"head": 0, "row": r, "column": c, "distance": slot}[kind]
+            total[i] = total[i] + x
 
-    def _slot(self, r: int, c: int) -> int:
-        rows, columns = self.steps
-        return 2 * self.blocks.index((columns[c] - rows[r]) // 8) + c % 2
-
-    def finish_tile(self, sums, targets, head: Partial, first_row, first_column, at) -> None:
-        """After a tile. `head` is the derivative's code at the head, `at` the thread's (row, column)s in the tile, whose
-        first ones are given."""
-        for read, kind, total in zip(self.reads, self.kinds, sums, strict=True):
-            target = targets[read.operand]
-            if kind == "head":  # a tile's sum, and that of tiles: fewer roundings than one after the other
+    def finish_tile(self, head: Partial, first_row: Int32) -> None:
+        """After a tile. `head` is the derivative's code at the head."""
+        lane, (row, column) = cute.arch.lane_idx(), self.at
+        for read, kind, total in zip(self.reads, self.kinds, self.sums, strict=True):
+            if (
+                kind == "head"
+            ):  # a tile's sum, and that of tiles: fewer roundings than one after the other
                 total[1] = total[1] + total[0]
                 total[0] = Float32(0.0)
             if kind == "row":
-                for r in range(cute.size(total)):
-                    x = cute.arch.warp_reduction_sum(total[r], threads_in_group=4)
-                    place = place_at(read, target, head, q_idx=first_row + at[r, 0][0])
-                    add_if(cute.arch.lane_idx() % 4 == 0, target, place, x)
+                for i, step in enumerate(self.rows):
+                    x = cute.arch.warp_reduction_sum(total[i], threads_in_group=4)
+                    place = self._place(read, head, q_idx=first_row + row + step)
+                    add_if(lane % 4 == 0, *place, x)
             if kind == "distance":
-                start = first_column + at[0, 0][1] - (first_row + at[0, 0][0])
                 for d, x in self._diagonals(total):
+                    d = d + (column - (first_row + row))
                     # Any pair so far apart stands for all.
-                    q, kv = cutlass.max(-(start + d), 0), cutlass.max(start + d, 0)
-                    add_alike(target, place_at(read, target, head, q_idx=q, kv_idx=kv), x)
+                    q, kv = cutlass.max(-d, 0), cutlass.max(d, 0)
+                    add_alike(*self._place(read, head, q_idx=q, kv_idx=kv), x)
             if kind in ("row", "distance"):
                 total.fill(0.0)
 
-    def finish_head(self, sums, targets, head: Partial, first_column, at) -> None:
+    def finish_head(self, head: Partial) -> None:
         """After the tiles of a query head."""
-        self._finish(sums, targets, head, first_column, at, True)
+        self._finish(head, True)
 
-    def finish(self, sums, targets, head: Partial, first_column, at) -> None:
-        """After all query heads. `head` need not have been told which."""
-        self._finish(sums, targets, head, first_column, at, False)
+    def finish(self, whole: Partial) -> None:
+        """After all query heads. `whole` is the derivative's code where no head is known."""
+        self._finish(whole, False)
 
-    def _finish(self, sums, targets, head, first_column, at, by_head: bool) -> None:
+    def _finish(self, head: Partial, by_head: bool) -> None:
         lane = cute.arch.lane_idx()
-        every = zip(self.reads, self.kinds, self.by_head, sums, strict=True)
+        every = zip(self.reads, self.kinds, self.by_head, self.sums, strict=True)
         for read, kind, own, total in every:
             if kind not in ("head", "column") or own != by_head:
                 continue
-            target = targets[read.operand]
             if kind == "head":
                 x = cute.arch.warp_reduction_sum(total[1])
-                add_if(lane == 0, target, place_at(read, target, head), x)
+                add_if(lane == 0, *self._place(read, head), x)
             else:
-                for c in range(cute.size(total)):
-                    x = total[c]
-                    for step in (4, 8, 16):
-                        x = x + cute.arch.shuffle_sync_bfly(x, step)
-                    place = place_at(read, target, head, kv_idx=first_column + at[0, c][1])
-                    add_if(lane < 4, target, place, x)
+                for i, step in enumerate(self.columns):
+                    x = total[i]
+                    for lanes in (4, 8, 16):
+                        x = x + cute.arch.shuffle_sync_bfly(x, lanes)
+                    place = self._place(read, head, kv_idx=self.at[1] + step)
+                    add_if(lane < 4, *place, x)
             total.fill(0.0)
+
+    def _place(self, read: Read, head: Partial, **scalars) -> tuple[Target, Int64]:
+        known, target = bind(head, **scalars), self.targets[read.operand]
+        return target, place_of(target, [result(known, i) for i in read.indices])
 
     def _diagonals(self, total) -> list[tuple[Int32, Float32]]:
         """(d, sum) of the diagonals that this lane keeps: column minus row is d more there than at its first element."""
@@ -180,9 +170,22 @@ class Captured:
         return found
 
 
-def place_at(read: Read, target: Target, head: Partial, **scalars):
-    known = bind(head, **scalars)
-    return place_of(target, [result(known, i) for i in read.indices])
+def start_captured(
+    code: Code,
+    reads: Sequence[Read],
+    targets: Sequence[Target | None],
+    products: Products,
+    tid: Int32,
+    tile: tuple[int, int],
+    first_column: Int32,
+) -> Captured:
+    """No pairs yet, of accumulators of `products` over tiles of (rows, columns)."""
+    every = by_rows(coordinates(products, 0, *tile))
+    rows = tuple(every[r, 0][0] for r in range(cute.size(every, mode=[0])))
+    columns = tuple(every[0, c][1] for c in range(cute.size(every, mode=[1])))
+    row, column = by_rows(coordinates(products, tid, *tile))[0, 0]
+    at = row, first_column + column
+    return Captured(code, tuple(reads), targets, rows, columns, at, ()).started()
 
 
 def skewed(held: dict, lane: Int32, step: int) -> dict:
