@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import eqxcute
-from eqxcute import InlineError, _arch, _fallback
+from eqxcute import ArchitectureError, InlineError, _arch, _fallback
 from eqxcute._sharding import whole
 
 from . import _config, _reference
@@ -88,7 +88,7 @@ class ForwardKernel(eqxcute.Kernel):
     def launch(self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse):
         from ._kernels.forward import Forward
 
-        config = self.config or _config.forward(*_facts(q, v))
+        config = self.config or _configured(_config.forward, q, v)
         functions = self.functions
         kernel = Forward(
             config, functions.mask_code, functions.score_code, self.layout, _passes(self.precision)
@@ -123,46 +123,40 @@ class ForwardKernel(eqxcute.Kernel):
 
     def vjp(self, residuals, cotangents, *, needed):
         (q, k, v, rows, heads, lists, mask_arrays, score_arrays), (out, lse) = residuals
-        arguments = (
-            *(q, k, v, out, lse, *cotangents, rows, heads),
-            _both(lists),
-            mask_arrays,
-            score_arrays,
-        )
+        dout, dlse = cotangents
         *_, wanted = needed
-        dq, dk, dv, captured = self._backward(tuple(map(bool, wanted)))(*arguments)
+        given = q, k, v, out, lse, dout, dlse
+        where = rows, heads, _both(lists), mask_arrays, score_arrays
+        dq, dk, dv, captured = self._backward(tuple(map(bool, wanted)), q, v)(*given, *where)
         captured = tuple(
             None if g is None else g.astype(x.dtype)
             for g, x in zip(captured, score_arrays, strict=True)
         )
         return dq, dk, dv, None, None, _nothing(lists), _nothing(mask_arrays), captured
 
-    def _backward(self, wanted: tuple[bool, ...]):
-        """The kernel, or plain JAX where the score has no derivative that a kernel can compute."""
-        functions = self.functions
+    def _backward(self, wanted: tuple[bool, ...], q, v):
+        """The kernel, or plain JAX where there is none."""
+        functions, missing = self.functions, _without_backward(q, v, self.deterministic)
         try:
             functions = functions.differentiated()
         except InlineError as error:
-            _fallback.choose("the gradient of FlexAttention", None, missing=str(error))
-            differentiable = False
+            missing = str(error)
         else:
-            differentiable = True
             derived = functions.derived(wanted)
             read = set() if derived is None else {r.operand for r in derived.reads}
             wanted = tuple(i in read for i in range(len(wanted)))
         kernel = BackwardKernel(
             functions, self.layout, self.precision, wanted, self.scale, self.deterministic
         )
-        return kernel if differentiable else kernel.reference
+        if missing is None:
+            return kernel
+        _fallback.choose("The gradient of FlexAttention", None, missing=missing)
+        return kernel.reference
 
     def batch(self, axis_size, batched, q, k, v, rows, *shared):
         lead = [_with_axis(axis_size, x, f) for x, f in zip((q, k, v), batched[:3], strict=True)]
         grown = _grown(self, axis_size, batched[3:], rows, *shared)
-        kernel = ForwardKernel(
-            *(grown.functions, grown.layout, self.precision, self.scale),
-            *(self.deterministic, self.config),
-        )
-        return kernel(*lead, *grown.arguments)
+        return grown.like(self)(*lead, *grown.arguments)
 
 
 class BackwardKernel(eqxcute.Kernel):
@@ -240,7 +234,7 @@ class BackwardKernel(eqxcute.Kernel):
     ):
         from ._kernels.backward import Backward
 
-        config = self.config or _config.backward(*_facts(q, v))
+        config = self.config or _configured(_config.backward, q, v)
         functions = self.functions
         kernel = Backward(
             config,
@@ -250,14 +244,12 @@ class BackwardKernel(eqxcute.Kernel):
             self.layout,
             _passes(self.precision),
             self.deterministic,
-            _config.queries(*_facts(q, v)) if self.deterministic else None,
+            _configured(_config.queries, q, v) if self.deterministic else None,
         )
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
-        kernel(
-            *(stream, q, k, v, out, lse, dout, dlse, rows, heads, lists),
-            *(mask_arrays, score_arrays, *gradients, workspace, self.scale),
-        )
+        where = rows, heads, lists, mask_arrays, score_arrays
+        kernel(stream, q, k, v, out, lse, dout, dlse, *where, *gradients, workspace, self.scale)
 
     def reference(
         self, q, k, v, out, lse, dout, dlse, rows, heads, lists, mask_arrays, score_arrays
@@ -289,19 +281,16 @@ class BackwardKernel(eqxcute.Kernel):
         lead = [
             _with_axis(axis_size, x, f) for x, f in zip(arguments[:7], batched[:7], strict=True)
         ]
-        *shared, score_arrays = arguments[7:]
+        rows, heads, lists, mask_arrays, score_arrays = arguments[7:]
         *flags, score_flags = batched[7:]
         score_arrays = tuple(
             _with_axis(axis_size, x, f) if w else x
             for x, f, w in zip(score_arrays, score_flags, self.wanted, strict=True)
         )
         score_flags = tuple(f or w for f, w in zip(score_flags, self.wanted, strict=True))
-        grown = _grown(self, axis_size, (*flags, score_flags), *shared, score_arrays)
-        kernel = BackwardKernel(
-            *(grown.functions, grown.layout, self.precision, self.wanted, self.scale),
-            *(self.deterministic, self.config),
-        )
-        return kernel(*lead, *grown.arguments)
+        flags = (*flags, score_flags)
+        grown = _grown(self, axis_size, flags, rows, heads, lists, mask_arrays, score_arrays)
+        return grown.like(self)(*lead, *grown.arguments)
 
 
 def _passes(precision: str | None) -> int:
@@ -309,10 +298,33 @@ def _passes(precision: str | None) -> int:
     return 3 if precision == "3xtf32" else 1
 
 
-def _facts(q, v) -> tuple[Any, int, int, str]:
-    """What a configuration depends on, from CuTe's tensors."""
-    dtype = q.element_type.__name__.lower()
-    return _arch.ARCHITECTURES[_arch.current()], q.shape[-1], v.shape[-1], dtype
+def _configured(choose, q, v) -> Any:
+    """What `choose` of `_config.py` says of CuTe's tensors."""
+    architecture, dtype = _arch.current(), q.element_type.__name__.lower()
+    found = choose(_arch.ARCHITECTURES[architecture], q.shape[-1], v.shape[-1], dtype)
+    if found is None:
+        raise ArchitectureError(
+            f"FlexAttention: the kernel has no tiles of {dtype} with dim {q.shape[-1]} and v_dim {v.shape[-1]} that fit the "
+            f'shared memory of {architecture}. Run plain JAX with implementation="xla".'
+        )
+    return found
+
+
+def _without_backward(q: jax.Array, v: jax.Array, deterministic: bool) -> str | None:
+    """Why there is no backward kernel, as a clause. Nothing where the architecture is not known yet."""
+    try:
+        architecture = _arch.current()
+    except ArchitectureError:
+        return None
+    facts = _arch.ARCHITECTURES[architecture]
+    sizes = q.shape[-1], v.shape[-1]
+    tables = [_config.backward, *([_config.queries] if deterministic else [])]
+    if all(table(facts, *sizes, q.dtype.name) for table in tables):
+        return None
+    return (
+        f"the kernel has no tiles of {q.dtype} with dim {sizes[0]} and v_dim {sizes[1]} that fit the shared memory of "
+        f"{architecture}"
+    )
 
 
 # The arrays as the reference has them: one leading dim, heads before lengths.
@@ -401,6 +413,9 @@ class _Grown(NamedTuple):
     functions: Functions
     layout: MapLayout | None
     arguments: tuple  # from `rows` on
+
+    def like(self, kernel):
+        return dataclasses.replace(kernel, functions=self.functions, layout=self.layout)
 
 
 def _with_axis(size: int, x: jax.Array, has_it: bool) -> jax.Array:

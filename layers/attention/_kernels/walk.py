@@ -14,16 +14,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 
-
-@dataclasses.dataclass(frozen=True)
-class MapLayout:
-    """Which dims the lists of a tile map have, besides tiles. `columns` are those of `rows` that index dims which
-    `vmap` added, outermost first. `tile`: queries and keys of a map's tile."""
-
-    columns: tuple[int, ...]
-    has_b: bool
-    has_h: bool
-    tile: tuple[int, int]
+from .._config import MapLayout
 
 
 class Place(NamedTuple):
@@ -93,7 +84,13 @@ def list_index(layout: MapLayout, rows, row, b, h) -> tuple:
 
 @cute.jit
 def find_list(
-    own: Constexpr, across: Constexpr, place: Place, length, rows: cute.Tensor, lists, layout: Constexpr
+    own: Constexpr,
+    across: Constexpr,
+    place: Place,
+    length,
+    rows: cute.Tensor,
+    lists,
+    layout: Constexpr,
 ):
     """The CTA's `List`, of tiles of `across` along an axis of `length`."""
     if const_expr(layout is None):
