@@ -267,19 +267,19 @@ def test_queries(shape, dtype, passes, units, eps):
 
 
 def test_queries_with_a_mask_and_a_score():
-    """Causal, but for a query that sees nothing in one head; the score's slope is NaN where it is masked. Tiles of the
-    map are 3 x 4 of the kernel's, and the last reaches past the padding."""
+    """Causal, but for a query that sees nothing in one head. The score's slope is NaN where the mask says no, and the
+    score infinite past the last key. Tiles of the map are 3 x 4 of the kernel's, and the last reaches past the padding."""
     bias = jnp.asarray([0.5, -1.0])
 
     def mask(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & ((q_idx != 3) | (h == 1))
 
     def score(s, b, h, q_idx, kv_idx):
-        return jnp.tanh(s) * jnp.sqrt(q_idx - kv_idx + 0.25) + bias[h]
+        return jnp.tanh(s) * jnp.sqrt(q_idx - kv_idx + 0.25) + bias[h] / (130 - kv_idx)
 
     def slope(s, h, q_idx, kv_idx):
         root = np.sqrt(q_idx - kv_idx + 0.25)
-        return np.tanh(s) * root + f64(bias)[h], (1 - np.tanh(s) ** 2) * root
+        return np.tanh(s) * root + f64(bias)[h] / (130 - kv_idx), (1 - np.tanh(s) ** 2) * root
 
     shape = (1, 200, 130, 1, 2, 24, 16)
     got, want = gradient(shape, "float32", SMALL, 3, mask, score, slope, (96, 64))

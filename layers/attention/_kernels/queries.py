@@ -143,11 +143,9 @@ class QueriesBackward:
         for i in cutlass.range(partial, count, unroll=1):
             j = next_tile(tid, self.threads, stages, found, self.keys, i, count)
             self.tile(tid, products, context, state, stages, i % 2, j, False)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()  # before dq takes the place of q
 
         acc_q.store(acc_q.load() * scale)
-        to_shared(products, tid, acc_q, sQ)
+        to_shared(products, tid, acc_q, sQ)  # a warp's rows, which no other has read
         cute.arch.sync_threads()
         store_tile(tid, self.threads, sQ, dq[r, None, n, g, None], config.tile_q, dim, first)
 
