@@ -69,9 +69,7 @@ class Forward:
         dim, v_dim = q.shape[4], v.shape[3]
 
         place = find_place(self.queries, q.shape[1], heads, rows, lists, self.layout, True)
-        found = find_list(
-            self.queries, self.keys, place, k.shape[1], rows, lists, self.layout
-        )
+        found = find_list(self.queries, self.keys, place, k.shape[1], rows, lists, self.layout)
         first = place.tile * config.tile_q
         # The last tile of the map may have pieces past the end.
         count = found.count if first < q.shape[1] else Int32(0)
