@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ._code import Code, Equation, constant
 
-Kind = Literal["head", "row", "column", "distance", "pair"]
+Kind = Literal["head", "row", "column", "distance", "entry", "pair"]
 
 
 class _Sum(NamedTuple):
@@ -52,6 +52,7 @@ def index_kind(
     - `"head"`: on neither row nor column;
     - `"row"`, `"column"`: on one of them;
     - `"distance"`: on both, through `row - column` alone. That is proved, for all values that are not negative;
+    - `"entry"`: on one of them in one dim, and on the other in another, evenly: pairs meet where indices are clamped only;
     - `"pair"`: otherwise.
     """
     places = [code.results[n] for n in numbers]
@@ -63,7 +64,21 @@ def index_kind(
     if not {row, column} <= names:
         return "row" if row in names else "column"
     found = _walk(code, {row: _Sum(1, 0, True), column: _Sum(0, 1, True)}, inner)
-    return "distance" if all(_is_distance(found[n]) for n in places) else "pair"
+    if all(_is_distance(found[n]) for n in places):
+        return "distance"
+    steps = [_step(code, found, n) for n in places]
+    return "entry" if {(True, False), (False, True)} <= set(steps) else "pair"
+
+
+def _step(code: Code, found: list, n: int) -> tuple[bool, bool]:
+    """Whether an index grows evenly with the row, and with the column, but for clamps and for those below 0."""
+    e = code.equations[n]
+    if e.op in ("min", "max", "wrap"):
+        inner = [i for i in e.inputs if found[i] != FREE]
+        if len(inner) == 1:
+            return _step(code, found, *inner)
+    x = found[n]
+    return (x.row != 0, x.column != 0) if isinstance(x, _Sum) else (False, False)
 
 
 def _walk(code: Code, given: dict[str, _Sum], inner: Sequence[str]) -> list:

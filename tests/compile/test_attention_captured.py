@@ -139,7 +139,7 @@ def by_bucket(table, score, b, h, q_idx, kv_idx):
     return score + table[jnp.minimum(bucket, 9) + jnp.where(kv_idx > q_idx, 10, 0)]
 
 
-def by_pair(bias, score, b, h, q_idx, kv_idx):
+def by_entry(bias, score, b, h, q_idx, kv_idx):
     return score * bias[h, q_idx, kv_idx]
 
 
@@ -155,8 +155,8 @@ CASES = {
     "row": (by_query, (2, 20)),
     "distance": (by_distance, (2, 41)),
     "bucket": (by_bucket, (20,)),
-    "pair": (by_pair, (2, 37, 45)),
-    "block": (by_block, (4,)),
+    "entry": (by_entry, (2, 37, 45)),
+    "pair": (by_block, (4,)),
 }
 SIZES = 2, 2, 37, 45
 
@@ -237,7 +237,7 @@ def test_what_is_masked_adds_nothing():
     assert all(np.all(np.asarray(x) == 0) for x in got)
 
 
-ORDERED = ["head", "column", "bucket", "pair"]
+ORDERED = ["head", "column", "bucket", "pair", "entry"]
 
 
 def test_deterministic_sums_do_not_depend_on_the_order_of_ctas():

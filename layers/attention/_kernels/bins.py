@@ -146,7 +146,7 @@ def fold_kernel(gradient: cute.Pointer, words: cute.Pointer, size: Int64):
             carry(digits)
         total = Float64(0.0)
         for w in range_constexpr(WORDS):
-            total += Float64(digits[w]) * 2.0 ** (DIGIT * w - 149)
+            total += Float64(digits[w]) * Float64(2.0 ** (DIGIT * w - 149))
         total = -total if negative else total
         to[0] = to[0] + total.to(Float32)
 

@@ -7,6 +7,7 @@ is known from the read's indices (`eqxcute.inline.index_kind`); they are added u
     column     one for each key: in registers, for all tiles; then over the eight lanes that share a column
     row        one for each query: in registers, for one tile; then over the four lanes that share a row
     distance   one for each diagonal: in registers and by shuffles, below
+    entry      one for each pair, but where indices are clamped: at once
     pair       any: at once, and for a whole warp where it has one place only
 
     captured = start_captured(...)                            # once a CTA
@@ -76,18 +77,22 @@ class Captured:
 
     def started(self) -> "Captured":
         """With sums of no pairs."""
-        sizes = {"head": 2, "row": len(self.rows), "column": len(self.columns), "pair": 0}
+        sizes = {"head": 2, "row": len(self.rows), "column": len(self.columns)}
         sizes["distance"] = 2 * len(self.blocks)
-        return dataclasses.replace(self, sums=tuple(zeros(sizes[kind]) for kind in self.kinds))
+        return dataclasses.replace(
+            self, sums=tuple(zeros(sizes.get(kind, 0)) for kind in self.kinds)
+        )
 
     def add(self, r: int, c: int, live: Boolean, ds: Float32, values: Sequence[Any]) -> None:
         """What element (r, c) of a thread adds: `values` are the results of the derivative's code there. Nothing where
         it is not `live`, whatever they are."""
         for read, kind, total in zip(self.reads, self.kinds, self.sums, strict=True):
             x = select(live, ds * Float32(values[read.derivative]), Float32(0.0))
-            if kind == "pair":
+            if kind in ("entry", "pair"):
                 target = self.targets[read.operand]
-                add_alike(target, place_of(target, [values[i] for i in read.indices]), x)
+                place = place_of(target, [values[i] for i in read.indices])
+                add = add_alike if kind == "pair" else add_one
+                add(target, place, x)
                 continue
             block = (self.columns[c] - self.rows[r]) // 8
             slot = 2 * self.blocks.index(block) + c % 2
@@ -221,9 +226,13 @@ def zeros(size: int):
 
 
 @cute.jit
-def add_if(condition, target: Target, place, x):
-    if condition & (x != 0.0):
+def add_one(target: Target, place, x):
+    if x != 0.0:
         add_term(target, place, x)
+
+
+def add_if(condition: Boolean, target: Target, place, x) -> None:
+    add_one(target, place, select(condition, x, Float32(0.0)))
 
 
 @cute.jit
