@@ -45,12 +45,13 @@ class Derivative:
     reads: tuple[Read, ...]
 
 
-def differentiate(program: Program) -> Derivative:
+def differentiate(program: Program, *, beside: Sequence[Any] = ()) -> Derivative:
     """The derivatives of a program with one float result.
 
     **Arguments:**
 
     - `program`: From `trace`.
+    - `beside`: As for `trace`. (Keyword only argument.)
 
     **Returns:**
 
@@ -79,7 +80,10 @@ def differentiate(program: Program) -> Derivative:
         return [gradient[name] for name in moving]
 
     derived, constants = trace(
-        derivatives, lifted.code.arguments, role=f"the derivative of {program.name}:"
+        derivatives,
+        lifted.code.arguments,
+        role=f"the derivative of {program.name}:",
+        beside=beside,
     )
     build = Builder()
     build.operands = list(code.operands)

@@ -88,7 +88,7 @@ class ForwardKernel(eqxcute.Kernel):
     def launch(self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse):
         from ._kernels.forward import Forward
 
-        config = self.config or _configured(_config.forward, q, v)
+        config = self.config or _configured(_config.forward, q, v, self.layout)
         functions = self.functions
         kernel = Forward(
             config, functions.mask_code, functions.score_code, self.layout, _passes(self.precision)
@@ -138,7 +138,7 @@ class ForwardKernel(eqxcute.Kernel):
         """The kernel, or plain JAX where there is none."""
         functions, missing = self.functions, _without_backward(q, v, self.deterministic)
         try:
-            functions = functions.differentiated()
+            functions = functions.differentiated(beside=(q, v))
         except InlineError as error:
             missing = str(error)
         else:
@@ -234,7 +234,7 @@ class BackwardKernel(eqxcute.Kernel):
     ):
         from ._kernels.backward import Backward
 
-        config = self.config or _configured(_config.backward, q, v)
+        config = self.config or _configured(_config.backward, q, v, self.layout)
         functions = self.functions
         kernel = Backward(
             config,
@@ -244,7 +244,7 @@ class BackwardKernel(eqxcute.Kernel):
             self.layout,
             _passes(self.precision),
             self.deterministic,
-            _configured(_config.queries, q, v) if self.deterministic else None,
+            _configured(_config.queries, q, v, self.layout) if self.deterministic else None,
         )
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
@@ -298,10 +298,11 @@ def _passes(precision: str | None) -> int:
     return 3 if precision == "3xtf32" else 1
 
 
-def _configured(choose, q, v) -> Any:
+def _configured(choose, q, v, layout: MapLayout | None) -> Any:
     """What `choose` of `_config.py` says of CuTe's tensors."""
     architecture, dtype = _arch.current(), q.element_type.__name__.lower()
-    found = choose(_arch.ARCHITECTURES[architecture], q.shape[-1], v.shape[-1], dtype)
+    tile = _config.MAP_TILE if layout is None else layout.tile
+    found = choose(_arch.ARCHITECTURES[architecture], q.shape[-1], v.shape[-1], dtype, tile)
     if found is None:
         raise ArchitectureError(
             f"FlexAttention: the kernel has no tiles of {dtype} with dim {q.shape[-1]} and v_dim {v.shape[-1]} that fit the "

@@ -89,9 +89,9 @@ class Function:
             reads.append(Read(read.operand, first, tuple(range(first + 1, first + 1 + len(own)))))
         return Derived(dataclasses.replace(code, results=tuple(results)), tuple(reads))
 
-    def differentiated(self) -> "Function":
-        """The same, its derivative in the compile key."""
-        found = self.derivative or differentiate(self.program)
+    def differentiated(self, beside: Sequence[Any] = ()) -> "Function":
+        """The same, its derivative in the compile key. `beside`: as for `trace`."""
+        found = self.derivative or differentiate(self.program, beside=beside)
         return Function(self.program, self.maps, found)
 
     def over_axis(self, column: int, flags: Sequence[bool]) -> "Function":
@@ -221,7 +221,7 @@ class Functions:
         """Of the arrays that the kernel was given, those that the score's code reads."""
         return tuple(arrays[: len(self.score_code.operands)]) if self.score_code else ()
 
-    def differentiated(self) -> "Functions":
-        """The same, the score's derivative in the compile key."""
-        score = None if self.score is None else self.score.differentiated()
+    def differentiated(self, beside: Sequence[Any] = ()) -> "Functions":
+        """The same, the score's derivative in the compile key. `beside`: as for `trace`."""
+        score = None if self.score is None else self.score.differentiated(beside)
         return Functions(self.mask, score)
