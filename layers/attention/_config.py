@@ -196,9 +196,13 @@ def backward_bytes(config: Sm80Backward, dim: int, v_dim: int, bits: int) -> int
     return (tiles + scores) * bits // 8 + 2 * config.stages * config.tile_q * 4
 
 
-def _first_that_fits(table, columns: int, fits: Callable[[Any], bool]) -> Any:
+Tile = tuple[int, int]
+
+
+def _first_that_fits(table, columns: int, tile: Tile, fits: Callable[[Any], bool]) -> Any:
     for widest, config in table:
-        if columns <= widest and fits(config):
+        divided = tile[0] % config.tile_q == 0 and tile[1] % config.tile_kv == 0
+        if columns <= widest and divided and fits(config):
             return config
     return None
 
@@ -272,19 +276,23 @@ QUERIES: Final = {
 }
 
 
-def forward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Forward | None:
-    """Tiles of the forward kernel. None where none fits."""
+def forward(
+    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile = MAP_TILE
+) -> Sm80Forward | None:
+    """Tiles of the forward kernel, whole ones of which are a map's `tile`. None where none fits."""
     bits = BITS[dtype]
     columns = max(tile_columns(dim, bits), tile_columns(v_dim, bits))
 
     def fits(config):
         return forward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
-    return _first_that_fits(FORWARD[bits], columns, fits)
+    return _first_that_fits(FORWARD[bits], columns, tile, fits)
 
 
-def backward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Backward | None:
-    """Tiles of the backward kernel. None where none fits."""
+def backward(
+    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile = MAP_TILE
+) -> Sm80Backward | None:
+    """Tiles of the backward kernel, likewise."""
     bits = BITS[dtype]
     sizes = tile_columns(dim, bits), tile_columns(v_dim, bits)
 
@@ -294,18 +302,20 @@ def backward(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Backward | N
         divided = all(n % (16 * m) == 0 for n in sizes for m in across)
         return divided and backward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
-    found = _first_that_fits(BACKWARD[bits], max(sizes), fits)
+    found = _first_that_fits(BACKWARD[bits], max(sizes), tile, fits)
     if found is None:
         return None
     return dataclasses.replace(found, vector=4 if facts.capability >= (9, 0) else 1)
 
 
-def queries(facts: Facts, dim: int, v_dim: int, dtype: str) -> Sm80Queries | None:
-    """Tiles of the kernel of dQ alone. None where none fits."""
+def queries(
+    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile = MAP_TILE
+) -> Sm80Queries | None:
+    """Tiles of the kernel of dQ alone, likewise."""
     bits = BITS[dtype]
     columns = max(tile_columns(dim, bits), tile_columns(v_dim, bits))
 
     def fits(config):
         return queries_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
-    return _first_that_fits(QUERIES[bits], columns, fits)
+    return _first_that_fits(QUERIES[bits], columns, tile, fits)
