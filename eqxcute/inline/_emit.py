@@ -50,7 +50,8 @@ def start(
         element.
     - `fast`: Allows the hardware's approximations, for results that are rounded to bfloat16 (True means that), or float16,
         or for scores, which an exponential takes: right to some 2^-20 of the largest value on the way, not of each one.
-        `_device.py` says how exact each one is. (Keyword only argument.)
+        What becomes an integer is exact: an index that is one off reads another number.
+        `_device.py` says how exact each form is. (Keyword only argument.)
 
     **Raises:**
 
@@ -171,6 +172,16 @@ def _ranges(code: Code) -> tuple[Interval, ...]:
     return tuple(ranges)
 
 
+@functools.lru_cache(maxsize=128)
+def _exact(code: Code) -> tuple[bool, ...]:
+    """Of which values an integer is made."""
+    exact = [e.dtype.removeprefix("u").startswith("int") for e in code.equations]
+    for n in reversed(range(len(exact))):
+        for m in code.equations[n].inputs if exact[n] else ():
+            exact[m] = True
+    return tuple(exact)
+
+
 def _emitted(
     partial: Partial, n: int, values: Mapping[int, Any], arguments: Mapping[str, Any]
 ) -> Any:
@@ -187,6 +198,6 @@ def _emitted(
     elif e.op == "read":
         held = _device.read(partial.operands[e["operand"]], inputs, e.dtype)
     else:
-        to = _device.To(e.dtype, partial.fast)
+        to = _device.To(e.dtype, None if _exact(partial.code)[n] else partial.fast)
         held = _device.EMIT[e.op](to, *inputs, **dict(e.params))
     return _device.Value(e.dtype, found, held)

@@ -1,6 +1,7 @@
 """Programs as device code: against JAX and float64 in the PTX interpreter, and as PTX for every architecture."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -477,6 +478,23 @@ def test_fast_forms(name, fast, bits):
     ptx = compile_only(kernel, np.zeros(1, np.int32), {"p": a > 0, "a": a, "b": a, "c": a}, ()).ptx
     assert re.findall(r"(?m)^\s*([a-z0-9.]+\.f32)\b", ptx) == INSTRUCTIONS[name]
     assert inline_kernels.fast_error(name, fast, 5000, interpret) <= 2.0**-bits
+
+
+@pytest.mark.parametrize("fast", ["scores", "bfloat16"])
+def test_what_becomes_an_integer_has_no_fast_form(fast):
+    """T5's buckets with 4 exact ones up to 400: distance 40 is just in the next one, if log(10) / log(100) is right."""
+
+    def bucket(distance):
+        far = jnp.log(distance.astype(jnp.float32) / 4) / math.log(100) * 4
+        return far.astype(jnp.int32), far
+
+    code = inline.trace(bucket, {"distance": "int32"})[0].code
+    distances = {"distance": np.arange(4, 400, dtype=np.int32)}
+    (got,) = inline_kernels.interpreted([code], distances, fast=fast)
+    (want,) = inline_kernels.interpreted([code], distances)
+    for n in code.results:
+        np.testing.assert_array_equal(got[n], want[n])
+    assert want[code.results[0]][36] == 2
 
 
 def test_half_precision_has_no_fast_tanh():
