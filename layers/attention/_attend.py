@@ -51,11 +51,19 @@ def attend(
     """
     *lead, _, kv_heads, group, _ = q.shape
     v_dim = v.shape[-1]
+    q, settings["scale"] = _scaled_up(q, settings["scale"])
     rows = jnp.arange(math.prod(lead), dtype=jnp.int32).reshape(*lead, 1)
     heads = jnp.arange(kv_heads * group, dtype=jnp.int32).reshape(kv_heads, group)
     kernel = ForwardKernel(functions, layout, **settings)
     out, lse = kernel(*map(_padded, (q, k, v)), rows, heads, lists, *arrays)
     return lax.slice_in_dim(out, 0, v_dim, axis=-1), lse
+
+
+def _scaled_up(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """With a scale above 0: kernels take the largest product for the largest score."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _padded(x: jax.Array) -> jax.Array:

@@ -199,22 +199,30 @@ def backward_bytes(config: Sm80Backward, dim: int, v_dim: int, bits: int) -> int
 Tile = tuple[int, int]
 
 
-def _first_that_fits(table, columns: int, tile: Tile, fits: Callable[[Any], bool]) -> Any:
+def _first_that_fits(
+    table, columns: tuple[int, int], tile: Tile, fits: Callable[[Any], bool]
+) -> Any:
     for widest, config in table:
+        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
         divided = tile[0] % config.tile_q == 0 and tile[1] % config.tile_kv == 0
-        if columns <= widest and divided and fits(config):
+        if narrow and divided and fits(config):
             return config
     return None
 
 
-def _forward(widest: int, tile_q: int, tile_kv: int, warps: int) -> tuple[int, Sm80Forward]:
-    return widest, Sm80Forward(tile_q=tile_q, tile_kv=tile_kv, warps=warps)
+def _forward(
+    widest: int, tile_q: int, tile_kv: int, warps: int, *, widest_v: int = LARGEST_DIM
+) -> tuple[tuple[int, int], Sm80Forward]:
+    return (widest, min(widest, widest_v)), Sm80Forward(tile_q=tile_q, tile_kv=tile_kv, warps=warps)
 
 
-# The largest number of columns that a line is for, and the tiles. The first that fits is taken.
+# The largest numbers of columns of q and v that a line is for, and the tiles. The first that fits is taken. A warp has
+# 32 rows where registers hold its output, up to 128 columns: shared memory is read half as often as with 16.
 FORWARD: Final = {
     16: (
         _forward(128, 128, 64, 4),
+        _forward(256, 128, 32, 4, widest_v=128),
+        _forward(256, 128, 64, 8),
         _forward(256, 64, 64, 4),
         _forward(256, 64, 32, 4),
     ),
@@ -229,9 +237,9 @@ FORWARD: Final = {
 
 def _backward(
     widest: int, tile_q: int, tile_kv: int, warps: int, down: tuple[int, int, int], stages: int
-) -> tuple[int, Sm80Backward]:
+) -> tuple[tuple[int, int], Sm80Backward]:
     s, kv, q = down
-    return widest, Sm80Backward(
+    return (widest, widest), Sm80Backward(
         tile_q=tile_q, tile_kv=tile_kv, warps=warps, down_s=s, down_kv=kv, down_q=q, stages=stages
     )
 
@@ -257,8 +265,10 @@ BACKWARD: Final = {
 }
 
 
-def _queries(widest: int, tile_q: int, tile_kv: int, warps: int) -> tuple[int, Sm80Queries]:
-    return widest, Sm80Queries(tile_q=tile_q, tile_kv=tile_kv, warps=warps)
+def _queries(
+    widest: int, tile_q: int, tile_kv: int, warps: int
+) -> tuple[tuple[int, int], Sm80Queries]:
+    return (widest, widest), Sm80Queries(tile_q=tile_q, tile_kv=tile_kv, warps=warps)
 
 
 QUERIES: Final = {
@@ -281,7 +291,7 @@ def forward(
 ) -> Sm80Forward | None:
     """Tiles of the forward kernel, whole ones of which are a map's `tile`. None where none fits."""
     bits = BITS[dtype]
-    columns = max(tile_columns(dim, bits), tile_columns(v_dim, bits))
+    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
 
     def fits(config):
         return forward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
@@ -294,15 +304,15 @@ def backward(
 ) -> Sm80Backward | None:
     """Tiles of the backward kernel, likewise."""
     bits = BITS[dtype]
-    sizes = tile_columns(dim, bits), tile_columns(v_dim, bits)
+    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
 
     def fits(config):
         # Warps beside each other have 16 columns each.
         across = [config.warps // down for down in (config.down_kv, config.down_q)]
-        divided = all(n % (16 * m) == 0 for n in sizes for m in across)
+        divided = all(n % (16 * m) == 0 for n in columns for m in across)
         return divided and backward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
-    found = _first_that_fits(BACKWARD[bits], max(sizes), tile, fits)
+    found = _first_that_fits(BACKWARD[bits], columns, tile, fits)
     if found is None:
         return None
     return dataclasses.replace(found, vector=4 if facts.capability >= (9, 0) else 1)
@@ -313,7 +323,7 @@ def queries(
 ) -> Sm80Queries | None:
     """Tiles of the kernel of dQ alone, likewise."""
     bits = BITS[dtype]
-    columns = max(tile_columns(dim, bits), tile_columns(v_dim, bits))
+    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
 
     def fits(config):
         return queries_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
