@@ -281,7 +281,6 @@ QUERIES: Final = {
         _queries(64, 64, 32, 4),
         _queries(128, 32, 32, 2),
         _queries(256, 32, 16, 2),
-        _queries(256, 16, 16, 1),
     ),
 }
 
