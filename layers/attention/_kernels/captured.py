@@ -163,7 +163,7 @@ class Captured:
         for step in (4, 2, 1):
             held = skewed(held, lane, step)
         found = []
-        for start in range(wide[0] - 1, wide[-1] + 1, 8):
+        for start in range(wide[0], wide[-1], 8):
             for parity in (0, 1):
                 # The run of eight diagonals `start + g` lies in this block.
                 later = Int32(cutlass.select_(2 * t + parity < g, Int32(1), Int32(0)))
