@@ -206,8 +206,10 @@ def _by_kernel(
     (mask_program, mask_captured), (score_program, score_captured) = mask, score
     mask_function, score_function, mask_arrays, score_arrays = None, None, (), ()
     if mask_program is not None:
-        # A mask has no derivative.
-        mask_captured = [jax.lax.stop_gradient(x) for x in mask_captured]
+        # A mask has no derivative. Known values stay known, so that their tile map is a constant.
+        mask_captured = [
+            jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x for x in mask_captured
+        ]
         mask_function, mask_arrays = compiled(mask_program, mask_captured)
         if tiles is None:
             sizes = Sizes(q_len, k.shape[-3], math.prod(batch), kv_heads * group, MAP_TILE)

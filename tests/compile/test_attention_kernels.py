@@ -1,0 +1,497 @@
+"""Attention by its kernels, forward and backward, in the PTX interpreter, against the formula in float64.
+
+Most cases run in tiles far smaller than a GPU's, so that small lengths take many of them, and compile fast.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqxcute.layers.attention import _config, _entry, flex_attention, tile_map
+from eqxcute.layers.attention._config import Sm80Backward, Sm80Forward, Sm80Queries
+
+from eqxcute import testing
+from eqxcute._arch import ARCHITECTURES
+from eqxcute._ptx._run import Device
+from eqxcute.testing import assert_as_accurate, interpreted
+
+
+class Sizes(NamedTuple):
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+
+
+class Case(NamedTuple):
+    """`functions(arrays)` gives mask_fn and score_fn; `arrays` are of these shapes and get gradients."""
+
+    functions: Callable
+    arrays: dict[str, tuple[int, ...]] = {}
+    options: dict[str, Any] = {}
+
+
+# The formula
+
+
+def scores(products, arrays, functions, sizes):
+    """The scores of all pairs, and which are seen. A masked one is 0: what the function gives there may be NaN."""
+    mask_fn, score_fn = functions(arrays)
+    indices = [jnp.asarray(x, jnp.int32) for x in np.indices(sizes)]
+    seen = jnp.ones(sizes, bool) if mask_fn is None else jnp.vectorize(mask_fn)(*indices)
+    if score_fn is None:
+        return products, seen
+    safe = [jnp.where(seen, x, 0) for x in indices]
+    found = jnp.vectorize(score_fn)(jnp.where(seen, products, 0), *safe)
+    return jnp.where(seen, found, 0), seen
+
+
+def softmax(s, seen):
+    """Probabilities and log-sum-exp."""
+    some = seen.any(-1, keepdims=True)
+    s = jnp.where(seen, s, jnp.where(some, -jnp.inf, 0))
+    lse = jax.nn.logsumexp(s, -1, keepdims=True)
+    return jnp.where(some, jnp.exp(s - lse), 0), jnp.where(some, lse, -jnp.inf)[..., 0]
+
+
+def repeated(x, heads):
+    return jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def dense(inputs, functions, scale):
+    """Output and LSE by the formula."""
+    q, k, v = (inputs[n] for n in "qkv")
+    k, v = repeated(k, q.shape[2]), repeated(v, q.shape[2])
+    products = jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    p, lse = softmax(*scores(products, inputs, functions, products.shape))
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v), lse
+
+
+def rounded_dense(inputs, cotangents, functions, scale, rounded, dtype):
+    """Output, LSE and all gradients in float32, where tensor cores round the operands of products and `out` is rounded."""
+    arrays = {n: x for n, x in inputs.items() if n not in "qkv"}
+    q, k, v, dout = (x.astype("float32") for x in (*(inputs[n] for n in "qkv"), cotangents[0]))
+    group = q.shape[2] // k.shape[2]
+    k, v = repeated(k, q.shape[2]), repeated(v, q.shape[2])
+
+    def product(spec, a, b):
+        return jnp.einsum(spec, rounded(a), rounded(b), precision="highest")
+
+    def of_heads(x, like):
+        return x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3).astype(like.dtype)
+
+    products = product("bqhd,bkhd->bhqk", q, k) * scale
+    s, pull, seen = jax.vjp(
+        lambda *args: scores(*args, functions, products.shape), products, arrays, has_aux=True
+    )
+    p, lse = softmax(s, seen)
+    out = product("bhqk,bkhd->bqhd", p, v).astype(dtype)
+    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype("float32"), dout)
+    dlse = jnp.where(lse == -jnp.inf, 0, cotangents[1])
+    ds = p * (product("bqhd,bkhd->bhqk", dout, v) - (delta - dlse)[..., None])
+    ds, captured = pull(ds)
+    found = {
+        "q": (product("bhqk,bkhd->bqhd", ds, k) * scale).astype(dtype),
+        "k": of_heads(product("bhqk,bqhd->bkhd", ds, q) * scale, inputs["k"]),
+        "v": of_heads(product("bhqk,bqhd->bkhd", p, dout), inputs["v"]),
+    }
+    return (out, lse), found | captured
+
+
+def to_tf32(x):
+    """10 bits of mantissa, ties away from 0."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits + 0x1000) & ~jnp.uint32(0x1FFF), x.dtype)
+
+
+# Kernels against it
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def given(case, sizes, dtype, lead=()):
+    """Inputs, and cotangents of output and LSE."""
+    s = sizes
+    shapes = {
+        "q": (s.batch, s.q_len, s.heads, s.dim),
+        "k": (s.batch, s.kv_len, s.kv_heads, s.dim),
+        "v": (s.batch, s.kv_len, s.kv_heads, s.v_dim),
+    }
+    narrow = {
+        n: normal(i, *lead, *x).astype(jnp.dtype(dtype)) for i, (n, x) in enumerate(shapes.items())
+    }
+    arrays = {
+        n: normal(5 + i, *lead, *x).astype("float32")
+        for i, (n, x) in enumerate(case.arrays.items())
+    }
+    out = normal(3, *lead, s.batch, s.q_len, s.heads, s.v_dim).astype(jnp.dtype(dtype))
+    return narrow | arrays, (out, normal(4, *lead, s.batch, s.heads, s.q_len).astype("float32"))
+
+
+def derivatives(attention, inputs, cotangents):
+    found, pull = jax.vjp(attention, inputs)
+    return found, pull(cotangents)[0]
+
+
+def run(function, inputs, cotangents, mapped=False):
+    function = jax.jit(jax.vmap(function) if mapped else function)
+    return jax.tree.map(np.asarray, function(inputs, cotangents))
+
+
+def by_kernel(case, inputs, cotangents, architecture="sm_80", mapped=False):
+    def attention(inputs):
+        options = {"return_lse": True, "implementation": "cute"} | case.options
+        q, k, v = (inputs[n] for n in "qkv")
+        return flex_attention(q, k, v, *case.functions(inputs), **options)
+
+    with interpreted(architecture):
+        return run(functools.partial(derivatives, attention), inputs, cotangents, mapped)
+
+
+class Formula:
+    """What is expected of a case, at lengths up to the given ones: JAX compiles it once."""
+
+    def __init__(self, case, sizes, dtype, mapped=False):
+        self.sizes, self.dtype = sizes, jnp.dtype(dtype)
+        scale = case.options.get("scale", sizes.dim**-0.5)
+        rounded = {
+            "tf32": to_tf32,
+            "3xtf32": lambda x: x,
+            None: lambda x: x.astype(dtype).astype("float32"),
+        }
+        rounded = rounded[case.options.get("precision")]
+
+        def functions(q_len, kv_len, inputs):
+            mask_fn, score_fn = case.functions(inputs)
+
+            def inside(b, h, q_idx, kv_idx):
+                seen = True if mask_fn is None else mask_fn(b, h, q_idx, kv_idx)
+                return seen & (q_idx < q_len) & (kv_idx < kv_len)
+
+            return inside, score_fn
+
+        def peer(inputs, cotangents, *lengths):
+            of = functools.partial(functions, *lengths)
+            return rounded_dense(inputs, cotangents, of, scale, rounded, dtype)
+
+        def oracle(inputs, cotangents, *lengths):
+            of = functools.partial(functions, *lengths)
+            return derivatives(lambda x: dense(x, of, scale), inputs, cotangents)
+
+        axes = (0, 0, None, None)
+        self.peer, self.oracle = (
+            jax.jit(jax.vmap(f, axes) if mapped else f) for f in (peer, oracle)
+        )
+
+    def __call__(self, inputs, cotangents):
+        """In float64, and in float32 with what tensor cores round."""
+        lengths = inputs["q"].shape[-3], inputs["k"].shape[-3]
+        more = [n - m for n, m in zip((self.sizes.q_len, self.sizes.kv_len), lengths, strict=True)]
+
+        def padded(x, by, axis):
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, by)
+            return np.pad(x, widths)
+
+        by = {"q": more[0], "k": more[1], "v": more[1]}
+        inputs = {n: padded(x, by[n], -3) if n in by else x for n, x in inputs.items()}
+        cotangents = padded(cotangents[0], more[0], -3), padded(cotangents[1], more[0], -1)
+
+        def cut(found):
+            (out, lse), grads = jax.tree.map(np.asarray, found)
+            grads = {
+                n: x[..., : x.shape[-3] - by[n], :, :] if n in by else x for n, x in grads.items()
+            }
+            return (out[..., : lengths[0], :, :], lse[..., : lengths[0]]), grads
+
+        peer = cut(self.peer(inputs, cotangents, *lengths))
+        with jax.enable_x64(True):
+            wide = jax.tree.map(
+                lambda x: x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x,
+                (inputs, cotangents),
+            )
+            return cut(self.oracle(*wide, *lengths)), peer
+
+
+def check(case, sizes, dtype, *, architecture="sm_80", lengths=()):
+    """At the sizes, and at other lengths of queries and keys."""
+    formula = Formula(case, sizes, dtype)
+    for q_len, kv_len in ((sizes.q_len, sizes.kv_len), *lengths):
+        inputs, cotangents = given(case, sizes._replace(q_len=q_len, kv_len=kv_len), dtype)
+        got = by_kernel(case, inputs, cotangents, architecture)
+        compare_all(got, *formula(inputs, cotangents))
+
+
+def compare_all(got, oracle, peer):
+    for name, *three in zip(("out", "lse"), got[0], oracle[0], peer[0], strict=True):
+        compare(name, *three)
+    for name in got[1]:
+        compare(f"d {name}", got[1][name], oracle[1][name], peer[1][name])
+
+
+def compare(name, got, oracle, peer):
+    try:
+        # The largest of a few errors varies more than that of many.
+        slack = 2.0 if got.size > 64 else 4.0
+        assert_as_accurate(got, oracle=oracle, peer=peer, slack=slack)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from None
+
+
+SMALL = {
+    "FORWARD": {
+        16: (((256, 256), Sm80Forward(tile_q=32, tile_kv=32, warps=2)),),
+        32: (((256, 256), Sm80Forward(tile_q=32, tile_kv=16, warps=2)),),
+    },
+    "BACKWARD": {
+        16: (
+            (
+                (256, 256),
+                Sm80Backward(tile_q=32, tile_kv=32, warps=4, down_s=2, down_kv=2, down_q=2),
+            ),
+        ),
+        32: (
+            (
+                (256, 256),
+                Sm80Backward(
+                    tile_q=32, tile_kv=32, warps=4, down_s=2, down_kv=2, down_q=2, stages=1
+                ),
+            ),
+        ),
+    },
+    "QUERIES": {
+        16: (((256, 256), Sm80Queries(tile_q=32, tile_kv=32, warps=2)),),
+        32: (((256, 256), Sm80Queries(tile_q=32, tile_kv=16, warps=2)),),
+    },
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Of kernels, and 64 x 64 of maps. What was compiled with others is out of sight."""
+    for name, table in SMALL.items():
+        monkeypatch.setattr(_config, name, table)
+    monkeypatch.setattr(_entry, "MAP_TILE", (64, 64))
+    monkeypatch.setattr(testing, "_interpreted", {})
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def strict(b, h, q_idx, kv_idx):
+    return q_idx > kv_idx
+
+
+DOCUMENTS = jnp.arange(130) // jnp.asarray(47)
+
+
+def documents(b, h, q_idx, kv_idx):
+    return (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx + b >= kv_idx)
+
+
+def _capped(c):
+    """Gemma's soft cap, and ALiBi with trained slopes."""
+
+    def score(s, b, h, q_idx, kv_idx):
+        return 2 * jnp.tanh(s / 2) + c["slopes"][h] * (kv_idx - q_idx) / 16
+
+    return documents, score
+
+
+CAPPED = Case(_capped, {"slopes": (6,)})
+
+
+# One kernel of each, called with lengths around those of tiles.
+def test_ragged_lengths_and_groups(small_tiles):
+    lengths = ((63, 65), (1, 130), (65, 1))
+    check(CAPPED, Sizes(2, 130, 130, 6, 2, 16, 24), "bfloat16", lengths=lengths)
+
+
+def _shaken(c):
+    """A table of distances, a bias of pairs, arrays of queries and of keys, in no simple way; a window that differs from
+    head to head. What no pair that is seen reads is NaN."""
+
+    def mask(b, h, q_idx, kv_idx):
+        return (jnp.abs(q_idx - kv_idx) < 20 + 3 * h) & (kv_idx < 60)
+
+    def score(s, b, h, q_idx, kv_idx):
+        s = s * (1 + c["keys"][b, kv_idx] / 4) + c["pairs"][h, q_idx, kv_idx]
+        s = jnp.sin(s) * c["queries"][q_idx] + c["table"][h, kv_idx - q_idx + 70]
+        # NaN at masked pairs.
+        return s + jnp.sqrt(30.0 - jnp.abs(q_idx - kv_idx)) * c["all"]
+
+    return mask, score
+
+
+SHAKEN = Case(
+    _shaken,
+    {"table": (2, 140), "pairs": (2, 66, 70), "queries": (66,), "keys": (1, 70), "all": ()},
+    {"precision": "3xtf32", "scale": -0.3},
+)
+
+
+def test_scores_of_many_arrays_and_nan_where_masked(small_tiles):
+    sizes = Sizes(1, 66, 70, 2, 2, 8, 16)
+    formula = Formula(SHAKEN, sizes, "float32")
+    clean, cotangents = given(SHAKEN, sizes, "float32")
+    dirty = {n: x.copy() for n, x in clean.items()}
+    dirty["keys"][:, 60:] = dirty["pairs"][..., 60:] = dirty["table"][:, :40] = np.nan
+    got = by_kernel(SHAKEN, dirty, cotangents)
+    compare_all(got, *formula(clean, cotangents))
+    assert not got[1]["keys"][:, 60:].any()
+
+
+def _strict(c):
+    return strict, lambda s, b, h, q_idx, kv_idx: s * jnp.sqrt(q_idx - kv_idx + 0.25)
+
+
+def test_empty_rows_and_any_scale_on_hopper(small_tiles):
+    """The first query sees nothing: 0, -inf, and no gradient. The score is NaN at masked pairs. All scales are one kernel."""
+    sizes = Sizes(1, 70, 70, 2, 1, 40, 8)
+    for scale in (0.2, -0.2, 0.0):
+        case = Case(_strict, {}, {"scale": scale})
+        inputs, cotangents = given(case, sizes, "float16")
+        (out, lse), grads = got = by_kernel(case, inputs, cotangents, "sm_90a")
+        compare_all(got, *Formula(case, sizes, "float16")(inputs, cotangents))
+        assert not out[:, 0].any()
+        assert np.isneginf(lse[..., 0]).all()
+        assert not grads["q"][:, 0].any()
+    assert len(testing._interpreted) == 2
+
+
+def _by_example(c):
+    """A mask by what is mapped, and a score of a mapped and of a shared array."""
+
+    def mask(b, h, q_idx, kv_idx):
+        return c["documents"][q_idx] == c["documents"][kv_idx]
+
+    def score(s, b, h, q_idx, kv_idx):
+        return s * c["slopes"][b, h] + SHARED[kv_idx % 8]
+
+    return mask, score
+
+
+SHARED = jnp.asarray(normal(9, 8), jnp.float32)
+
+
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_vmap_of_gradients(small_tiles, deterministic):
+    """Documents of each example: the tile map is made on the device. In a fixed order the sums have equal bits, whatever
+    the order of CTAs is."""
+    case = Case(_by_example, {"slopes": (2, 2)}, {"deterministic": deterministic})
+    sizes = Sizes(2, 70, 70, 2, 1, 16, 16)
+    inputs, cotangents = given(case, sizes, "bfloat16", lead=(3,))
+    ends = np.asarray([[20, 70], [66, 67], [1, 69]])
+    inputs["documents"] = (np.arange(70) >= ends[..., None]).sum(1).astype(np.float32)
+    got = by_kernel(case, inputs, cotangents, mapped=True)
+    compare_all(got, *Formula(case, sizes, "bfloat16", mapped=True)(inputs, cotangents))
+
+
+def _plain(c):
+    return None, None
+
+
+def test_tf32(small_tiles):
+    case = Case(_plain, {}, {"precision": "tf32"})
+    check(case, Sizes(1, 70, 50, 1, 1, 40, 24), "float32")
+
+
+# Tiles of maps
+
+
+def _causal(c):
+    return causal, None
+
+
+@pytest.mark.parametrize(
+    ("tile", "dim", "v_dim"),
+    [((64, 64), 192, 128), pytest.param((256, 128), 16, 16, marks=pytest.mark.slow)],
+)
+def test_tiles_of_another_size_and_none_that_is_empty(tile, dim, v_dim):
+    """By the tiles that a GPU gets. What lies in empty tiles is NaN, and nobody looks."""
+    lengths = {"q_len": 130, "kv_len": 290}
+    case = Case(_causal, {}, {"tiles": tile_map(causal, **lengths, tile=tile)})
+    sizes = Sizes(1, **lengths, heads=1, kv_heads=1, dim=dim, v_dim=v_dim)
+    inputs, cotangents = given(case, sizes, "float16")
+    first = -(-lengths["q_len"] // tile[1]) * tile[1]
+    dirty = {n: x.copy() for n, x in inputs.items()}
+    dirty["k"][:, first:] = dirty["v"][:, first:] = np.nan
+    got = by_kernel(case, dirty, cotangents)
+    compare_all(got, *Formula(case, sizes, "float16")(inputs, cotangents))
+
+
+# Dims and dtypes, by the tiles that a GPU gets
+
+
+DIMS = [
+    ("bfloat16", None, 8, 8),
+    ("bfloat16", None, 40, 40),
+    ("float16", None, 64, 64),
+    ("bfloat16", None, 96, 96),
+    ("bfloat16", None, 128, 128),
+    ("float16", None, 192, 128),
+    ("bfloat16", None, 256, 256),
+    ("float32", "tf32", 40, 64),
+    ("float32", "3xtf32", 128, 96),
+    ("float32", "3xtf32", 256, 256),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "precision", "dim", "v_dim"), DIMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dims(dtype, precision, dim, v_dim, deterministic, monkeypatch):
+    """And the shared memory that each launch asks for is what `_config.py` reckons."""
+    asked, launch = [], Device.launch
+
+    def noted(device, name, *rest):
+        asked.append((name, rest[-1]))
+        launch(device, name, *rest)
+
+    monkeypatch.setattr(Device, "launch", noted)
+    options = {"precision": precision, "deterministic": deterministic}
+    check(Case(_plain, {}, options), Sizes(1, 70, 130, 1, 1, dim, v_dim), dtype)
+    facts, bits = ARCHITECTURES["sm_80"], _config.BITS[dtype]
+    for kernel, (choose, size) in SUMS.items():
+        (*_, found) = [n for name, n in asked if f"_kernels{kernel}" in name] or [None]
+        if kernel != "queries" or deterministic:
+            assert found == size(choose(facts, dim, v_dim, dtype), dim, v_dim, bits)
+
+
+SUMS = {
+    "forward": (_config.forward, _config.forward_bytes),
+    "backward": (_config.backward, _config.backward_bytes),
+    "queries": (_config.queries, _config.queries_bytes),
+}
+
+
+# Every GPU of the family, so also those with 99 KiB.
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tiles_fit(architecture):
+    facts = ARCHITECTURES[architecture]
+    for dtype, dim, v_dim, side in itertools.product(
+        _config.BITS, range(8, 257, 8), range(8, 257, 8), (64, 128)
+    ):
+        bits = _config.BITS[dtype]
+        columns = _config.tile_columns(dim, bits) + _config.tile_columns(v_dim, bits)
+        for choose, size in SUMS.values():
+            config = choose(facts, dim, v_dim, dtype, (side, side))
+            # Where 32 rows of q, k, v, dO and of the scores need more than 99 KiB. `flex_attention` says so.
+            if choose is _config.backward and dtype == "float32" and facts.smem_bytes == 99 << 10:
+                assert (config is None) == (columns > 352)
+            if config is not None:
+                assert size(config, dim, v_dim, bits) <= facts.smem_bytes
+                assert side % config.tile_q == side % config.tile_kv == 0
+            else:
+                assert columns > 352
