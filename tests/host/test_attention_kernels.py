@@ -33,6 +33,11 @@ from eqxcute.inline import evaluate
 FORWARD, BACKWARD = "ForwardKernel", "BackwardKernel"
 
 
+def some_slow(names, *quick):
+    """Parameters, all but the quick ones marked: for what hardly depends on versions."""
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names]
+
+
 @pytest.fixture(autouse=True)
 def on_kernels():
     with eqxcute.architecture("sm_80"):
@@ -171,7 +176,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", some_slow(CASES, "grouped heads, lengths and dims that differ, padded", "captured")
+)
 def test_values_and_gradients(name):
     """Against plain JAX, with cotangents of the LSE."""
     arguments, functions = CASES[name]
@@ -182,7 +189,7 @@ def test_values_and_gradients(name):
     assert calls(jax.grad(loss(mine), numbers), *arguments) == (1, 1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", some_slow(["float16", "bfloat16"], "bfloat16"))
 def test_narrow_dtypes(dtype):
     """Gradients of captured arrays are summed in float32 and come in the array's dtype (S09)."""
     q, k, v = three((2, 40, 4, 8), kv_heads=2, dtype=dtype)
@@ -271,6 +278,7 @@ def test_forward_mode_and_second_order():
     assert calls(lambda *args: jax.jvp(jax.grad(mine), args, args), *arguments) == (1, 1)
 
 
+@pytest.mark.slow
 def test_reverse_over_reverse():
     q, k, v = three((6, 2, 8))
     bias = normal(2, 6, 6)
@@ -480,6 +488,7 @@ def test_tile_lists():
     assert not (flex_attention(q, k, v, CausalMask(), tiles=wrong) == 1).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_lists")
 def test_lists_under_vmap():
     """Ids that are mapped give lists that are, indexed by a column of `rows`."""
@@ -554,7 +563,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", some_slow(AXES, "all", "other axes"))
 def test_vmap(name):
     """J01: vmap, vmap of grad, grad of vmap; always one launch. Under vmap of grad shared arrays have a gradient an
     example."""
