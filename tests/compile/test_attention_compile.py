@@ -1,0 +1,165 @@
+"""Attention's kernels, as the compiler leaves them: every architecture takes them, and what ptxas makes of them.
+
+The cubins are read here, with no tool: an instruction is 16 bytes, whose low 12 bits are its opcode. Those used here have
+been the same since Volta. nvdisasm 13.5 finds the same instructions and the same loops.
+"""
+
+import struct
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from eqxcute.layers.attention import _attend
+from eqxcute.layers.attention._compiled import Functions, compiled
+from eqxcute.layers.attention._config import MapLayout
+from eqxcute.layers.attention._functions import trace_mask, trace_score
+
+from eqxcute.testing import compile_only
+
+
+def like(*shape, dtype="int32"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def capped(s, b, h, q_idx, kv_idx):
+    return 20 * jnp.tanh(s / 20)
+
+
+def built(
+    direction, dim, architecture, dtype="bfloat16", mask=None, score=None, deterministic=False
+):
+    """A kernel of 2 query heads to one of the keys'."""
+    mask = None if mask is None else compiled(*trace_mask(mask))[0]
+    score = None if score is None else compiled(*trace_score(score, jnp.float32))[0]
+    lists, layout = None, None
+    if mask is not None:
+        lists = (tuple(like(1, 1, *n) for n in ((3, 3), (3,), (3,), (3,))),) * 2
+        layout = MapLayout((), False, False, (128, 128))
+    precision = "3xtf32" if dtype == "float32" else None
+    q, k, lse = (
+        like(1, 300, 1, 2, dim, dtype=dtype),
+        like(1, 300, 1, dim, dtype=dtype),
+        like(1, 1, 2, 300, dtype="float32"),
+    )
+    where = like(1, 1), like(1, 2), lists, (), ()
+    functions = Functions(mask, score)
+    if direction == "forward":
+        kernel = _attend.ForwardKernel(functions, layout, precision, 0.1)
+        return compile_only(kernel, q, k, k, *where, architecture=architecture)
+    kernel = _attend.BackwardKernel(
+        functions.differentiated(), layout, precision, (), 0.1, deterministic
+    )
+    return compile_only(kernel, q, k, k, q, lse, q, lse, *where, architecture=architecture)
+
+
+# The backward kernel has atomics of vectors from Hopper on.
+@pytest.mark.parametrize(
+    ("direction", "architecture", "dtype", "dim"),
+    [
+        ("backward", "sm_80", "bfloat16", 64),
+        *(
+            pytest.param(direction, architecture, dtype, dim, marks=pytest.mark.slow)
+            for direction in ("forward", "backward")
+            for architecture in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+            for dtype, dim in (("bfloat16", 128), ("float32", 64))
+        ),
+    ],
+)
+def test_compiles(direction, architecture, dtype, dim):
+    code = built(direction, dim, architecture, dtype, causal, capped).ptx
+    assert "mma.sync" in code
+    assert "cp.async.cg.shared.global" in code
+    assert ("ldmatrix" in code) == (dtype != "float32")
+    if direction == "backward":
+        vectors = architecture in ("sm_90a", "sm_100a", "sm_120a")
+        assert ("red.global.add.v4.f32" in code) == vectors
+
+
+# Registers and spills
+
+
+STORE_LOCAL, LOAD_LOCAL, MMA, BRANCH = 0x387, 0x983, 0x23C, 0x947
+
+
+class Spills(NamedTuple):
+    """How many instructions: in loops over tiles, and around them."""
+
+    inside: int
+    outside: int
+
+
+def sections(cubin):
+    """Name, header and bytes of each: ELF, 64 bits."""
+    (first,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, first + i * size) for i in range(count)]
+    for header in headers:
+        at = headers[names][4] + header[0]
+        yield cubin[at : cubin.index(b"\0", at)].decode(), header, cubin[header[4] :][: header[5]]
+
+
+def target(at, low, high, hopper):
+    """Where a branch goes, relative to the instruction after it: a signed number in some of its bits."""
+    offset = (high & 0x3FFFF) << 32 | low >> 32
+    if hopper:
+        offset = ((offset >> 2) << 8 | (low >> 16 & 0xFF)) << 2
+    bits = 56 if hopper else 50
+    offset &= (1 << bits) - 1
+    return at + 16 + offset - ((offset >> bits - 1) << bits)
+
+
+def spills(compiled, kernel):
+    """Of the kernel from a file of that name."""
+    hopper = int("".join(filter(str.isdigit, compiled.architecture))) >= 90
+    ((_, _, code),) = [
+        x
+        for x in sections(compiled.cubin)
+        if x[0].startswith(".text.") and f"_kernels{kernel}" in x[0]
+    ]
+    found = [
+        (16 * i, low & 0xFFF, low, high)
+        for i, (low, high) in enumerate(struct.iter_unpack("<QQ", code))
+    ]
+    loops = [
+        (to, at)
+        for at, op, low, high in found
+        if op == BRANCH and (to := target(at, low, high, hopper)) < at
+    ]
+    products = [at for at, op, *_ in found if op == MMA]
+    # Not those that copy, say.
+    loops = [(a, b) for a, b in loops if any(a <= at <= b for at in products)]
+    assert loops
+    local = [at for at, op, *_ in found if op in (STORE_LOCAL, LOAD_LOCAL)]
+    inside = sum(any(a <= at <= b for a, b in loops) for at in local)
+    return Spills(inside, len(local) - inside)
+
+
+# What nvidia-cutlass-dsl 4.8.1 gave, and about a tenth. Out of 256 products of a tile's; causal, so two loops.
+@pytest.mark.parametrize(
+    ("direction", "dim", "architecture", "inside", "outside"),
+    [
+        ("forward", 128, "sm_90a", 64, 40),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                ("forward", 64, "sm_80", 0, 0),
+                ("forward", 64, "sm_90a", 0, 0),
+                ("forward", 128, "sm_80", 96, 16),
+                ("backward", 64, "sm_80", 0, 0),
+                ("backward", 64, "sm_90a", 0, 10),
+                ("backward", 128, "sm_80", 12, 5),
+                ("backward", 128, "sm_90a", 12, 5),
+            )
+        ),
+    ],
+)
+def test_spills(direction, dim, architecture, inside, outside):
+    """Instructions that read or write local memory."""
+    found = spills(built(direction, dim, architecture, mask=causal), direction)
+    assert found.inside <= inside
+    assert found.outside <= outside
