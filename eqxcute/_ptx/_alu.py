@@ -305,9 +305,12 @@ def _extreme(ins):
     name, which = last_type(ins), ins.mods[0]
     if not is_float(name):
         allow(ins, "relu")
-        if "relu" in ins.mods:
-            raise Unsupported("the modifier .relu on integers")
-        return (np.minimum if which == "min" else np.maximum), name, (name, name)
+        take = np.minimum if which == "min" else np.maximum
+        if "relu" not in ins.mods:
+            return take, name, (name, name)
+        if name != "s32":
+            raise Unsupported(f"the modifier .relu on {name}")
+        return (lambda a, b: np.maximum(take(a, b), np.int32(0))), name, (name, name)
     allow(ins, "NaN", "ftz")
     pick = _float.extreme(which, "NaN" in ins.mods)
 

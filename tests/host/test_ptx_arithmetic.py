@@ -87,6 +87,9 @@ def test_mad_and_saturation():
     got = per_thread("add.sat.s32 %d, %a0, %a1;", "i4", a, b)
     limited = [max(-(2**31), min(2**31 - 1, int(x) + int(y))) for x, y in zip(a, b, strict=True)]
     assert got.tolist() == limited
+    for op, pick in (("min", min), ("max", max)):
+        got = per_thread(f"{op}.relu.s32 %d, %a0, %a1;", "i4", a, b)
+        assert got.tolist() == [max(pick(int(x), int(y)), 0) for x, y in zip(a, b, strict=True)]
 
 
 def test_carries():
