@@ -10,7 +10,7 @@ Reads and writes every number once, in whole lines.
 """
 
 import cutlass.cute as cute
-from cutlass import Int64, range_constexpr
+from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
 from .._config import Sm80Backward
@@ -49,10 +49,7 @@ class After:
         start = sums.iterator + (Int64(block) * (size * self.threads) + tid * vector)
         layout = cute.make_layout((vector, size // vector), stride=(1, vector * self.threads))
         found = cute.make_tensor(start.align(4 * vector), layout)
-        for i in range_constexpr(size // vector):
-            part = found[None, i].load()
-            for j in range_constexpr(vector):
-                acc[i * vector + j] = part[j] * scale
+        self.scaled(found, acc, scale)
 
         layout = tile_layout(config.tile_q, dim, dtype)
         tile_out = SmemAllocator().allocate_tensor(dtype, layout, 1024)
@@ -60,3 +57,11 @@ class After:
         cute.arch.sync_threads()
         first = tile * config.tile_q
         store_tile(tid, self.threads, tile_out, dq[r, None, n, g, None], config.tile_q, dim, first)
+
+    def scaled(self, found, acc, scale) -> None:
+        # Plain Python: up to 128 steps, and CuTe warns of `range_constexpr` from 64 on.
+        vector = self.config.vector
+        for i in range(cute.size(acc) // vector):
+            part = found[None, i].load()
+            for j in range(vector):
+                acc[i * vector + j] = part[j] * scale
