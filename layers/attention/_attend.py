@@ -14,6 +14,7 @@ What tells a kernel where it is are arrays, so that shards and mapped axes need 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -96,8 +97,9 @@ class ForwardKernel(eqxcute.Kernel):
     def launch(self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse):
         from ._kernels.forward import Forward
 
-        config = self.config or _configured(_config.forward, q, v, self.layout)
         functions = self.functions
+        tiles = functools.partial(_config.forward, costly=functions.costly_score)
+        config = self.config or _configured(tiles, q, v, self.layout)
         kernel = Forward(
             config, functions.mask_code, functions.score_code, self.layout, _passes(self.precision)
         )

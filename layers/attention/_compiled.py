@@ -194,6 +194,12 @@ def missing(program: Program) -> str | None:
     return None
 
 
+# Of floats, what is an instruction or two.
+ARITHMETIC = frozenset(
+    "abs add clamp convert_element_type div max min mul neg select_n sign square sub".split()
+) | {"argument", "const"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Functions:
     """What a kernel does to scores. None: nothing."""
@@ -208,6 +214,18 @@ class Functions:
     @property
     def score_code(self) -> Code | None:
         return None if self.score is None else self.score.code
+
+    @property
+    def costly_score(self) -> bool:
+        """Whether the score takes more than arithmetic for each pair: a special function, or a read of memory."""
+        code = self.score_code
+        if code is None:
+            return False
+        for e, names in zip(code.equations, code.dependences, strict=True):
+            of_pair = "score" in names or {"q_idx", "kv_idx"} <= names
+            if of_pair and (e.op == "read" or ("float" in e.dtype and e.op not in ARITHMETIC)):
+                return True
+        return False
 
     def derived(self, wanted: Sequence[bool]) -> Derived | None:
         """The score's derivative in itself and in the `wanted` ones of its arrays."""

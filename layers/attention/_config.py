@@ -285,17 +285,28 @@ QUERIES: Final = {
 }
 
 
+# With a costly score: fewer registers a thread, so that none are spilled.
+COSTLY: Final = _forward(128, 64, 64, 4)
+
+
 def forward(
-    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile = MAP_TILE
+    facts: Facts,
+    dim: int,
+    v_dim: int,
+    dtype: str,
+    tile: Tile = MAP_TILE,
+    *,
+    costly: bool = False,
 ) -> Sm80Forward | None:
-    """Tiles of the forward kernel, whole ones of which are a map's `tile`. None where none fits."""
+    """Tiles of the forward kernel, whole ones of which are a map's `tile`. None where none fits. `costly`: the score is."""
     bits = BITS[dtype]
     columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
 
     def fits(config):
         return forward_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
-    return _first_that_fits(FORWARD[bits], columns, tile, fits)
+    table = (COSTLY, *FORWARD[bits]) if costly and bits == 16 else FORWARD[bits]
+    return _first_that_fits(table, columns, tile, fits)
 
 
 def backward(
