@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
