@@ -8,8 +8,6 @@ from attention_cases import (
     Problem,
     agree,
     attend,
-    by_kernels,
-    check,
     close,
     is_float,
     launches,
@@ -124,18 +122,6 @@ def test_the_batch_index_under_vmap():
     np.testing.assert_array_equal(jax.jit(own)(q, v), [[0, 1, 2], [3, 0, 1]])
     np.testing.assert_array_equal(jax.jit(jax.vmap(own))(q, v), [[0, 1, 2], [0, 1, 2]])
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(own)))(q, v), np.zeros((2, 3)))
-
-
-@small
-def test_more_rows_than_a_grid_has_in_y():
-    """L07: batch times heads above 65,535."""
-    arrays = {n: jnp.tile(x, (300, 1, 1, 1)) for n, x in qkv(1, 4, 4, 240, 240, 8).items()}
-    if jax.default_backend() != "gpu":
-        arrays = {n: x[:2] for n, x in arrays.items()}
-    got = by_kernels(Problem(lambda c: (CausalMask(), None), arrays))
-    first = check(Problem(lambda c: (CausalMask(), None), {n: x[:1] for n, x in arrays.items()}))
-    for n in ("out", "lse"):
-        close(got[n], jnp.broadcast_to(first[n], got[n].shape), n)
 
 
 # ---------------------------------------------------------------- other derivatives
