@@ -152,8 +152,8 @@ def spread(arrays) -> float:
 @pytest.mark.parametrize("precision", UNITS)
 def test_precision_of_float32(precision, size):
     """H09: `unit` times the products that make a score is how far that may be off. So is the LSE. The weights are off by that
-    factor twice, the output by as much of the largest value, and by `unit` for the product with the values. Gradients, whose roundings cancel, are off by
-    2 units of their norm under the interpreter; 8 are allowed."""
+    factor twice, the output by as much of the largest value, and by `unit` for the product with the values.
+    Gradients, whose roundings cancel, are off by 2 units of their norm under the interpreter; 8 are allowed."""
     arrays = qkv(1, 128, 128, 2, 2, 64)
     arrays["q"] = arrays["q"] * size
     problem = Problem(plain, arrays)
