@@ -7,9 +7,9 @@
                  registers. An accumulator is the A of a next product as it stands
 
 16-bit operands reach registers by `ldmatrix`. Those of float32 are rounded to tf32 (10 bits of mantissa) in registers,
-and multiplied in one pass or in three: with a = hi + lo, both rounded, a b = hi hi + hi lo + lo hi up to 2^-21 |a b|
-(Ootomo and Yokota 2022, section 3). Their K dim is taken in the order 0 2 4 6 1 3 5 7: so that an accumulator is an
-operand, and reading a transposed tile meets no bank twice.
+and multiplied in one pass or in three: with a = hi + lo, both rounded, a b = hi hi + hi lo + lo hi up to 2^-21 |a b|,
+summed outside of the tensor cores, which truncate (Ootomo and Yokota 2022, sections 3 and 4). Their K dim is taken in the order 0 2 4 6 1 3 5 7: so that an accumulator is
+an operand, and reading a transposed tile meets no bank twice.
 """
 
 import dataclasses
@@ -258,11 +258,27 @@ def step(products: Products, mma, acc, a, b):
         cute.gemm(mma, acc, a, b, acc)
         return
     high_a, high_b = rounded_to_tf32(a), rounded_to_tf32(b)
-    if products.passes == 3:
-        low_a, low_b = remainder(a, high_a), remainder(b, high_b)
-        cute.gemm(mma, acc, low_a, high_b, acc)
-        cute.gemm(mma, acc, high_a, low_b, acc)
-    cute.gemm(mma, acc, high_a, high_b, acc)
+    if products.passes == 1:
+        cute.gemm(mma, acc, high_a, high_b, acc)
+        return
+    low_a, low_b = remainder(a, high_a), remainder(b, high_b)
+    # Tensor cores round their sums towards zero. So each slice is summed there by itself, and all of them are outside.
+    for m in range(cute.size(acc, mode=[1])):
+        for n in range(cute.size(acc, mode=[2])):
+            total = one(acc[None, m, n], 2)
+            part = cute.make_rmem_tensor(total.shape, Float32)
+            part.fill(0.0)
+            for x, y in ((low_a, high_b), (high_a, low_b), (high_a, high_b)):
+                cute.gemm(mma, part, one(x[None, m], 1), one(y[None, n], 1), part)
+            total.store(total.load() + part.load())
+
+
+def one(fragment, modes: int):
+    """What one instruction takes of an operand, with the modes that a tile of them would have."""
+    layout = fragment.layout
+    for _ in range(modes):
+        layout = cute.append(layout, cute.make_layout(1), up_to_rank=cute.rank(layout) + 1)
+    return cute.make_tensor(fragment.iterator, layout)
 
 
 def rounded_to_tf32(x):
