@@ -8,8 +8,8 @@
 
 16-bit operands reach registers by `ldmatrix`. Those of float32 are rounded to tf32 (10 bits of mantissa) in registers,
 and multiplied in one pass or in three: with a = hi + lo, both rounded, a b = hi hi + hi lo + lo hi up to 2^-21 |a b|,
-summed outside of the tensor cores, which truncate (Ootomo and Yokota 2022, sections 3 and 4). Their K dim is taken in the order 0 2 4 6 1 3 5 7: so that an accumulator is
-an operand, and reading a transposed tile meets no bank twice.
+summed outside of the tensor cores, which truncate (Ootomo and Yokota 2022, sections 3 and 4). Their K dim is taken in the
+order 0 2 4 6 1 3 5 7: so that an accumulator is an operand, and reading a transposed tile meets no bank twice.
 """
 
 import dataclasses
