@@ -13,7 +13,9 @@ order 0 2 4 6 1 3 5 7: so that an accumulator is an operand, and reading a trans
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, TFloat32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import CopyUniversalOp, warp
@@ -225,24 +227,52 @@ def multiply(
     `a` is a tile (M, K), or an operand in registers; `b` is a tile (N, K). A `transposed` one lies in memory with its
     K dim as rows. `depth`: how much of K is not padding.
     """
-    mma = products.mma
-    thread = mma.get_slice(tid)
-    to_b = smem_to_registers(products, cute.make_tiled_copy_B, b_transposed).get_slice(tid)
-    held_b = thread.make_fragment_B(thread.partition_B(b))
-    from_b, into_b = to_b.partition_S(b), to_b.retile(held_b)
-    held_a, from_registers = a, a.memspace == cute.AddressSpace.rmem
-    if not from_registers:
-        to_a = smem_to_registers(products, cute.make_tiled_copy_A, a_transposed).get_slice(tid)
-        held_a = thread.make_fragment_A(thread.partition_A(a))
-        from_a, into_a = to_a.partition_S(a), to_a.retile(held_a)
-    steps = cute.size(held_b, mode=[2])
+    in_registers = a.memspace == cute.AddressSpace.rmem
+    held_a = a if in_registers else loaded(products, tid, a, "A", a_transposed)
+    held_b = loaded(products, tid, b, "B", b_transposed)
+    steps = cute.size(held_b.held, mode=[2])
     if depth is not None:
         steps = min(steps, -(-depth // (16 if products.dtype.width == 16 else 8)))
+    if products.passes == 3 and not in_registers:
+        multiply_in_loop(products, acc, held_a, held_b, steps)
+        return
     for k in range(steps):
-        if not from_registers:
-            cute.copy(to_a, from_a[None, None, k], into_a[None, None, k])
-        cute.copy(to_b, from_b[None, None, k], into_b[None, None, k])
-        step(products, mma, acc, held_a[None, None, k], held_b[None, None, k])
+        slices = a[None, None, k] if in_registers else take(held_a, k, k), take(held_b, k, k)
+        step(products, acc, *slices)
+
+
+@cute.jit
+def multiply_in_loop(products: Constexpr, acc, a: Constexpr, b: Constexpr, steps: Constexpr):
+    """As a loop on the device: three passes are so much code that compiling it would take a minute."""
+    for k in cutlass.range(steps, unroll=1):
+        step(products, acc, take(a, k, 0), take(b, k, 0))
+
+
+class Loaded(NamedTuple):
+    """An operand in shared memory, and where a thread has it in registers."""
+
+    copies: Any
+    source: cute.Tensor
+    target: cute.Tensor
+    held: cute.Tensor
+
+
+def loaded(products: Products, tid, tile, which: str, is_transposed: bool) -> Loaded:
+    """Nothing is loaded yet."""
+    thread = products.mma.get_slice(tid)
+    if which == "A":
+        tiled, held = cute.make_tiled_copy_A, thread.make_fragment_A(thread.partition_A(tile))
+    else:
+        tiled, held = cute.make_tiled_copy_B, thread.make_fragment_B(thread.partition_B(tile))
+    copies = smem_to_registers(products, tiled, is_transposed)
+    mine = copies.get_slice(tid)
+    return Loaded(copies, mine.partition_S(tile), mine.retile(held), held)
+
+
+def take(x: Loaded, k, at: int):
+    """Loads slice `k` of the K dim, to the place of slice `at`."""
+    cute.copy(x.copies, x.source[None, None, k], x.target[None, None, at])
+    return x.held[None, None, at]
 
 
 def smem_to_registers(products: Products, tiled, is_transposed: bool):
@@ -252,8 +282,9 @@ def smem_to_registers(products: Products, tiled, is_transposed: bool):
     return tiled(cute.make_copy_atom(CopyUniversalOp(), products.dtype), products.mma)
 
 
-def step(products: Products, mma, acc, a, b):
+def step(products: Products, acc, a, b) -> None:
     """One slice of the K dim."""
+    mma = products.mma
     if products.dtype.width == 16:
         cute.gemm(mma, acc, a, b, acc)
         return
