@@ -57,16 +57,16 @@ def built(
     return compile_only(kernel, q, k, k, q, lse, q, lse, *where, architecture=architecture)
 
 
-# The backward kernel has atomics of vectors from Hopper on.
+# Backward for sm_80 and sm_90a: see below. Its atomics are of vectors from Hopper on.
 @pytest.mark.parametrize(
     ("direction", "architecture", "dtype", "dim"),
     [
         ("forward", "sm_80", "bfloat16", 64),
+        pytest.param("forward", "sm_90a", "float32", 40, marks=pytest.mark.slow),
         *(
-            pytest.param(direction, architecture, dtype, dim, marks=pytest.mark.slow)
+            pytest.param(direction, architecture, "bfloat16", 128, marks=pytest.mark.slow)
             for direction in ("forward", "backward")
-            for architecture in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-            for dtype, dim in (("bfloat16", 128), ("float32", 64))
+            for architecture in ("sm_86", "sm_89", "sm_100a", "sm_120a")
         ),
     ],
 )
@@ -76,7 +76,7 @@ def test_compiles(direction, architecture, dtype, dim):
     assert "cp.async.cg.shared.global" in code
     assert ("ldmatrix" in code) == (dtype != "float32")
     if direction == "backward":
-        vectors = architecture in ("sm_90a", "sm_100a", "sm_120a")
+        vectors = architecture in ("sm_100a", "sm_120a")
         assert ("red.global.add.v4.f32" in code) == vectors
 
 

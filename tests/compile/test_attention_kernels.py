@@ -223,26 +223,26 @@ class Formula:
             return cut(self.oracle(*wide, *lengths)), peer
 
 
-def check(case, sizes, dtype, *, architecture="sm_80", lengths=()):
+def check(case, sizes, dtype, *, architecture="sm_80", lengths=(), slack=2.0):
     """At the sizes, and at other lengths of queries and keys."""
     formula = Formula(case, sizes, dtype)
     for q_len, kv_len in ((sizes.q_len, sizes.kv_len), *lengths):
         inputs, cotangents = given(case, sizes._replace(q_len=q_len, kv_len=kv_len), dtype)
         got = by_kernel(case, inputs, cotangents, architecture)
-        compare_all(got, *formula(inputs, cotangents))
+        compare_all(got, *formula(inputs, cotangents), slack)
 
 
-def compare_all(got, oracle, peer):
+def compare_all(got, oracle, peer, slack=2.0):
     for name, *three in zip(("out", "lse"), got[0], oracle[0], peer[0], strict=True):
-        compare(name, *three)
+        compare(name, *three, slack)
     for name in got[1]:
-        compare(f"d {name}", got[1][name], oracle[1][name], peer[1][name])
+        compare(f"d {name}", got[1][name], oracle[1][name], peer[1][name], slack)
 
 
-def compare(name, got, oracle, peer):
+def compare(name, got, oracle, peer, slack):
     try:
         # The largest of a few errors varies more than that of many.
-        slack = 2.0 if got.size > 64 else 4.0
+        slack = slack if got.size > 64 else 2 * slack
         assert_as_accurate(got, oracle=oracle, peer=peer, slack=slack)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from None
@@ -435,23 +435,23 @@ def test_tiles_of_another_size_and_none_that_is_empty(tile, dim, v_dim):
 # Dims and dtypes, by the tiles that a GPU gets
 
 
-DIMS = [
-    ("bfloat16", None, 8, 8),
-    ("bfloat16", None, 40, 40),
-    ("float16", None, 64, 64),
-    ("bfloat16", None, 96, 96),
-    ("bfloat16", None, 128, 128),
-    ("float16", None, 192, 128),
-    ("bfloat16", None, 256, 256),
-    ("float32", "tf32", 40, 64),
-    ("float32", "3xtf32", 128, 96),
-    ("float32", "3xtf32", 256, 256),
-]
-
-
+# The last is whether in a fixed order, which has a kernel more.
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "precision", "dim", "v_dim"), DIMS)
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "dim", "v_dim", "deterministic"),
+    [
+        ("bfloat16", None, 8, 8, False),
+        ("bfloat16", None, 40, 40, True),
+        ("float16", None, 64, 64, False),
+        ("bfloat16", None, 96, 96, False),
+        ("bfloat16", None, 128, 128, True),
+        ("float16", None, 192, 128, True),
+        ("bfloat16", None, 256, 256, False),
+        ("float32", "tf32", 40, 64, True),
+        ("float32", "3xtf32", 128, 96, False),
+        ("float32", "tf32", 256, 256, False),
+    ],
+)
 def test_dims(dtype, precision, dim, v_dim, deterministic, monkeypatch):
     """And the shared memory that each launch asks for is what `_config.py` reckons."""
     asked, launch = [], Device.launch
@@ -462,7 +462,9 @@ def test_dims(dtype, precision, dim, v_dim, deterministic, monkeypatch):
 
     monkeypatch.setattr(Device, "launch", noted)
     options = {"precision": precision, "deterministic": deterministic}
-    check(Case(_plain, {}, options), Sizes(1, 70, 130, 1, 1, dim, v_dim), dtype)
+    # Three passes leave 2^-21 of a product, where float32 rounds to 2^-24.
+    slack = 3.0 if precision == "3xtf32" else 2.0
+    check(Case(_plain, {}, options), Sizes(1, 70, 130, 1, 1, dim, v_dim), dtype, slack=slack)
     facts, bits = ARCHITECTURES["sm_80"], _config.BITS[dtype]
     for kernel, (choose, size) in SUMS.items():
         (*_, found) = [n for name, n in asked if f"_kernels{kernel}" in name] or [None]
