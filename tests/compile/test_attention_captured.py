@@ -224,6 +224,7 @@ def test_gradients():
     check(list(CASES), *numbers())
 
 
+@pytest.mark.slow
 # Warps below and beside each other; a warp with one block of rows and with two; gaps between its blocks of columns.
 @pytest.mark.parametrize(("rows", "columns", "down"), [(64, 32, 4), (32, 64, 1), (64, 32, 2)])
 def test_diagonals_of_every_cut_among_warps(rows, columns, down):
@@ -231,6 +232,7 @@ def test_diagonals_of_every_cut_among_warps(rows, columns, down):
     check(["distance"], *numbers((1, 2, 70, 75)), **cut)
 
 
+@pytest.mark.slow
 def test_what_is_masked_adds_nothing():
     """Neither to sums nor to memory: its derivative may be NaN."""
     kernel, *_, operands, _ = kernel_of(list(CASES))
@@ -242,6 +244,7 @@ def test_what_is_masked_adds_nothing():
 ORDERED = ["head", "column", "bucket", "pair"]
 
 
+@pytest.mark.slow
 def test_deterministic_sums_do_not_depend_on_the_order_of_ctas():
     score, ds = numbers()
     cut = {"rows": 64, "columns": 16, "down": 4}
@@ -280,6 +283,7 @@ class AddTerms(eqxcute.Kernel):
             bins.add_term(target, bins.place_of(target, [at[i] // 2, at[i] % 2]), x[i])
 
 
+@pytest.mark.slow
 def test_terms_of_every_size_add_up_exactly():
     rng = np.random.default_rng(0)
     bits = np.frombuffer(rng.bytes(4 * 600), np.float32)

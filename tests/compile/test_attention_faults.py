@@ -40,6 +40,9 @@ def run(kernel, length=70):
     return interpret(kernel, q, k, k, *more, *where)
 
 
+pytestmark = pytest.mark.slow  # no part of JAX in it: once is enough
+
+
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
     """`changed(name, old, new, users)`: in `users`, what comes from a kernel module comes from it with a line changed."""
@@ -89,7 +92,6 @@ def test_forward(changed, name, old, new, words):
 
 
 # There, and between what writes P and dS and what reads them.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

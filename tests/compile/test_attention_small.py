@@ -60,6 +60,7 @@ class BeforeKernel(eqxcute.Kernel):
         Before(self.config)(stream, out, dout, lse, dlse, lse2, delta, sums)
 
 
+@pytest.mark.slow
 # The last of these has threads without a query, warps whose queries have lanes to spare, and ends a sweep early.
 @pytest.mark.parametrize(
     ("shape", "dtype", "sums", "has_dlse", "config"),
@@ -131,6 +132,7 @@ def registers(config, width):
     return [x.reshape(by_vector).swapaxes(0, 1).ravel() for x in (row, column)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype", "width", "warps", "down", "vector"),
     [
@@ -251,6 +253,7 @@ def gradient(shape, dtype, config, passes=1, mask=None, score=None, slope=None, 
 SMALL = Sm80Queries(tile_q=32, tile_kv=16, warps=2)
 
 
+@pytest.mark.slow
 # Units and eps: twice what was seen. tf32 has 10 bits of mantissa.
 @pytest.mark.parametrize(
     ("shape", "dtype", "passes", "units", "eps"),
