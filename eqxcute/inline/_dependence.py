@@ -115,8 +115,9 @@ def _sum(code: Code, e: Equation, inputs: Sequence):
         return _Sum(-inputs[0].row, -inputs[0].column)
     if e.op == "convert_element_type" and _is_integer(e.dtype):
         # A wider integer does not wrap around where the narrow one did.
-        narrows = jnp.dtype(e.dtype).itemsize <= jnp.dtype(*kinds).itemsize
-        return _Sum(*inputs[0][:2]) if narrows or inputs[0].exact else None
+        narrows = jnp.dtype(e.dtype).itemsize <= min(jnp.dtype(kind).itemsize for kind in kinds)
+        found = inputs[0]
+        return _Sum(found.row, found.column) if narrows or found.exact else None
     if len(inputs) != 2:
         return None
     a, b = inputs

@@ -801,7 +801,7 @@ def _ex2(x):
 
 @_row("tanh")
 def _tanh(to, a):
-    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11. Of scores: 1 - 2 / (1 + exp(2x)), right to 2^-21 of 1."""
+    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11. Of scores: 1 - 2 / (1 + exp(2x)), right to 2^-21."""
     if _is_fast(to) and to.fast == "bfloat16":
         return cute.math.tanh(cutlass.Float32(a.ir), approx=True).ir_value()
     if _is_fast(to) and to.fast == "scores":

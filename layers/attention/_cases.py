@@ -7,7 +7,7 @@ case at a size for any CPU.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ def _ours(_, case: Case, inputs: Inputs, smoke: bool) -> JaxRun:
     return JaxRun(attend, inputs[:3], inputs.cotangent, others)
 
 
-def _jax_nn(implementation: str) -> Callable[..., JaxRun]:
+def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable[..., JaxRun]:
     def prepare(_, case: Case, inputs: Inputs, smoke: bool) -> JaxRun:
         options: dict[str, Any] = {"is_causal": case.mask != "full"}
         if case.mask == "window":
@@ -331,7 +331,7 @@ def _fa4(fa4: _Fa4, case: Case, inputs: Inputs, smoke: bool) -> TorchRun:
     setup_ms = None
     if case.mask == "window":
         options["window_size"] = (case.window - 1, 0)
-    if case.mask == "document":
+    if inputs.ids is not None:
         ids = [as_torch(inputs.ids)]
         sizes = (128, 128, case.batch, case.heads, case.length, case.length)
 
