@@ -145,7 +145,10 @@ def flex_attention(
     score, score_captured = (
         (None, []) if score_fn is None else trace_score(score_fn, wide, (q, k, v))
     )
-    chosen = choose(NAME, implementation, missing=_missing(q, k, v, (mask, score)))
+    why = _missing(q, k, v, (mask, score))
+    if why is None:
+        why = _too_large(q, k, _tile_of(mask, tiles))
+    chosen = choose(NAME, implementation, missing=why)
     grouped = q.reshape(*batch, q_len, kv_heads, heads // kv_heads, dim)
     settings = {
         "scale": 1 / math.sqrt(dim) if scale is None else scale,
@@ -244,17 +247,25 @@ def _missing(
         why = None if program is None else missing(program)
         if why is not None:
             return why
-    return _too_large(q, k)
+    return None
 
 
-def _too_large(q: jax.Array, k: jax.Array) -> str | None:
+def _tile_of(mask: Program | None, tiles: TileMap | None) -> tuple[int, int]:
+    """Lengths are worked on in multiples of it: in whole tiles of a map, where there is one."""
+    if mask is None:
+        return SMALLEST_TILE, SMALLEST_TILE
+    return MAP_TILE if tiles is None else tiles.tile
+
+
+def _too_large(q: jax.Array, k: jax.Array, tile: tuple[int, int]) -> str | None:
     *batch, q_len, heads, _ = q.shape
     sizes = [*batch, q_len, k.shape[-3], heads]
     if not all(isinstance(n, int) for n in sizes):
         return None  # symbolic, in an export
-    longest = max(q_len, k.shape[-3])
+    lengths = q_len, k.shape[-3]
+    longest = max(-(-n // each) * each for n, each in zip(lengths, tile, strict=True))
     if longest > LARGEST - MARGIN:
-        return f"a length is {longest}, and the kernel counts to 2**31"
+        return f"a length is {longest} in whole tiles, and the kernel counts to 2**31"
     tiles = math.prod(batch) * heads * -(-longest // SMALLEST_TILE)
     if tiles > LARGEST:
         return (
@@ -278,7 +289,9 @@ def _with_sink(out: jax.Array, lse: jax.Array, sink: Any) -> jax.Array:
     if sink.ndim:
         logits = logits[:, None]
         logits = logits.reshape((1,) * (lse.ndim - 2) + logits.shape)
-    factor = jnp.swapaxes(jax.nn.sigmoid(lse - logits), -1, -2)
+    # Not -inf + inf where the sink, too, is -inf, which is no sink.
+    gap = jnp.where(lse == -jnp.inf, -jnp.inf, lse - logits)
+    factor = jnp.swapaxes(jax.nn.sigmoid(gap), -1, -2)
     return (out.astype(lse.dtype) * factor[..., None]).astype(out.dtype)
 
 
@@ -335,12 +348,15 @@ def check_scale(scale: Any) -> float | None:
     if scale is None:
         return None
     try:
-        return float(scale)
+        known = float(scale)
     except (TypeError, ValueError) as e:
         raise TypeError(
             f"{NAME}: scale must be a number that is known at trace time, not "
             f"{type(scale).__name__}. Multiply a learned scale into q instead."
         ) from e
+    if not math.isfinite(known):
+        raise ValueError(f"{NAME}: scale must be finite, but is {known}.")
+    return known
 
 
 def _sizes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:

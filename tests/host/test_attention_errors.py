@@ -223,6 +223,9 @@ def test_constructors():
             SoftCap(cap)
     with refused(TypeError, "scale", "learned", "q"):
         jax.eval_shape(lambda s: FlexAttention(scale=s), jnp.ones(()))
+    for scale in (float("nan"), float("-inf")):
+        with refused(ValueError, "scale", "finite", str(scale)):
+            FlexAttention(scale=scale)
     # S20: there is no dropout.
     with pytest.raises(TypeError, match="dropout"):
         FlexAttention(dropout_p=0.1)
@@ -272,6 +275,13 @@ def too_many(implementation):
     jax.eval_shape(attend, q, q, q)
 
 
+def too_many_in_whole_tiles(implementation):
+    """One query a head, but a CTA for each of the kernel's tiles in a tile of the map."""
+    q = jax.ShapeDtypeStruct((1 << 20, 1, 1 << 9, 8), jnp.float16)
+    attend = functools.partial(flex_attention, mask_fn=CausalMask(), implementation=implementation)
+    jax.eval_shape(attend, q, q, q)
+
+
 LACKS = [  # H07 among them
     (lambda how: attend_with(ones(4, 1, 264), how), "dim is 264, and the kernel takes up to 256"),
     (
@@ -282,6 +292,7 @@ LACKS = [  # H07 among them
     ),
     (lambda how: attend_with(ones(4, 1, 8), how, None, opaque), "`opaque`"),
     (too_many, "tiles"),
+    (too_many_in_whole_tiles, "tiles"),
 ]
 
 

@@ -285,10 +285,12 @@ def test_sink_of_a_row_that_sees_nothing():
     def loss(sink, q):
         return flex_attention(q, k, v, strict, sink=sink).sum()
 
-    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(jnp.ones(1), q)
-    assert bool(jnp.isfinite(value))
-    assert all(bool(jnp.isfinite(g).all()) for g in grads)
-    assert not bool(run(q, k, v, strict, sink=jnp.ones(1))[0][0, 0].any())
+    # A sink of -inf is none.
+    for sink in (jnp.ones(1), jnp.full(1, -jnp.inf)):
+        value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(sink, q)
+        assert bool(jnp.isfinite(value))
+        assert all(bool(jnp.isfinite(g).all()) for g in grads)
+        assert not bool(run(q, k, v, strict, sink=sink)[0][0, 0].any())
 
 
 @both_tilings
