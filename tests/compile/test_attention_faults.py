@@ -3,6 +3,7 @@
 So what its silence says of the kernels as they are is worth something.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -24,20 +25,18 @@ BACKWARD = _attend.BackwardKernel(
     *(FORWARD.functions, None, None, (), 0.25),
     config=Sm80Backward(tile_q=32, tile_kv=32, warps=4, down_s=2, down_kv=2, down_q=2, vector=1),
 )
+ONE_STAGE = dataclasses.replace(BACKWARD, config=dataclasses.replace(BACKWARD.config, stages=1))
 
 
-def run(kernel, length=70):
+def run(kernel, length=70, group=1, v_dim=16):
     def array(*shape):
         return np.random.default_rng(len(shape)).normal(size=shape).astype("float16")
 
-    q, k, lse = (
-        array(1, length, 1, 1, 16),
-        array(1, length, 1, 16),
-        np.zeros((1, 1, 1, length), "f4"),
-    )
-    where = np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), None, (), ()
-    more = () if kernel is FORWARD else (q, lse, q, lse)
-    return interpret(kernel, q, k, k, *more, *where)
+    q, k, v = array(1, length, 1, group, 16), array(1, length, 1, 16), array(1, length, 1, v_dim)
+    out, lse = array(1, length, 1, group, v_dim), np.zeros((1, 1, group, length), "f4")
+    where = np.zeros((1, 1), np.int32), np.arange(group, dtype=np.int32)[None], None, (), ()
+    more = () if kernel is FORWARD else (out, lse, out, lse)
+    return interpret(kernel, q, k, v, *more, *where)
 
 
 pytestmark = pytest.mark.slow  # no part of JAX in it: once is enough
@@ -104,3 +103,29 @@ def test_backward(changed, old, new, words):
     changed("backward", old, new, ["backward"])
     with pytest.raises(KernelFault, match=words):
         run(BACKWARD)
+
+
+# A barrier that separates what is read from what is then written to its place, or what is written from who reads it.
+@pytest.mark.parametrize(
+    ("kernel", "name", "after", "options"),
+    [
+        # Three tiles: the next head's first takes the place of the last one.
+        (
+            BACKWARD,
+            "backward",
+            "        if const_expr(self.config.stages > 1):\n            if",
+            {"group": 2},
+        ),
+        (ONE_STAGE, "backward", "            self.load(tid, sources, tiles, j, 0)", {}),
+        (BACKWARD, "backward", "        to_shared(products, tid, acc, tile)", {}),
+        (BACKWARD, "backward", "        rows = self.config.tile_kv", {}),
+        # Its rows are wider than those of q, so that they are other warps' rows.
+        (FORWARD, "forward", "  # before out takes the place of q", {"v_dim": 64}),
+        (FORWARD, "forward", "        store_tile(", {}),
+    ],
+)
+def test_barriers(changed, kernel, name, after, options):
+    before = "" if after.startswith("  #") else "\n"
+    changed(name, BARRIER + before + after, "pass" + before + after, [name])
+    with pytest.raises(KernelFault, match=RACE):
+        run(kernel, **options)
