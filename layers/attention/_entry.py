@@ -86,7 +86,8 @@ def flex_attention(
         as the mask's. The kernel needs tiles of multiples of 64; without `tiles` it makes a map of
         its own. Plain JAX does nothing but check it. (Keyword only argument.)
     - `deterministic`: Equal inputs give gradients of equal bits, at the price of a slower backward
-        pass. The forward pass always is so. (Keyword only argument.)
+        pass. The forward pass always is so. That is of the kernels: of plain JAX, see XLA's
+        `--xla_gpu_deterministic_ops`. (Keyword only argument.)
     - `precision`: Of products of float32 inputs on tensor cores: `"tf32"` rounds them to 11
         bits, `"3xtf32"`, the default, makes up for it with three products for one, and is about as
         exact as float32. In plain JAX they are `jax.lax.Precision.DEFAULT` and `HIGHEST`. Other
