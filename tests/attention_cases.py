@@ -116,18 +116,21 @@ def by_plain_jax(problem: Problem) -> tuple[dict[str, np.ndarray], dict[str, np.
     return jax.tree.map(np.asarray, (oracle, peer))
 
 
-def agree(got, oracle, peer, slack: float = 2.0) -> None:
-    """Each array at most twice as wrong as plain JAX in its dtype. Of what is float32, 2**-20 of the largest entry is
-    allowed besides: so exact are three products of tf32, and the fast exponential.
+def agree(got, oracle, peer, slack: float = 2.0, keys: int = 1) -> None:
+    """Each array at most twice as wrong as plain JAX in its dtype; a handful of numbers eight times, since plain JAX's error
+    is then a draw or two, which may be a lucky one. Of what is float32, 2**-20 of the largest entry is allowed besides: so
+    exact are three products of tf32, and the fast exponential. More where there are many keys: they are added one slice
+    after the other, and the error of a sum of n terms grows with the root of n.
 
     **Raises:** `AssertionError`, naming the arrays that are not.
     """
     wrong = []
     for name, x in got.items():
-        ulps = 8.0 if x.dtype == jnp.float32 else 1.0
+        ulps = max(8.0, keys**0.5) if x.dtype == jnp.float32 else 1.0
+        few = slack if np.size(x) > 8 else max(slack, 8.0)
         one = np.asarray(x)
         try:
-            assert_as_accurate(one, oracle=oracle[name], peer=peer[name], slack=slack, ulps=ulps)
+            assert_as_accurate(one, oracle=oracle[name], peer=peer[name], slack=few, ulps=ulps)
         except AssertionError as error:
             wrong.append(f"{name}: {' '.join(str(error).split())}")
     assert not wrong, "\n".join(wrong)
@@ -151,7 +154,7 @@ def check(problem: Problem, **options: Any) -> dict[str, jax.Array]:
         assert not is_float(x) or got[f"d{name}"].dtype == x.dtype
     assert got["lse"].dtype == jnp.float32
     oracle, peer = by_plain_jax(problem)
-    agree(got, oracle, peer)
+    agree(got, oracle, peer, keys=problem.arrays["k"].shape[-3])
     return got
 
 

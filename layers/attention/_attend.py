@@ -62,9 +62,11 @@ def attend(
 
 def _scaled_up(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
     """With a scale above 0: kernels take the largest product for the largest score."""
+    if abs(scale) < float(jnp.finfo(jnp.float32).tiny):  # 0 in the kernel, and 0 times -inf is NaN
+        return q * 0, 1.0
     if scale > 0:
         return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    return -q, -scale
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -165,6 +167,7 @@ class ForwardKernel(eqxcute.Kernel):
 
     def batch(self, axis_size, batched, q, k, v, rows, *shared):
         lead = [_with_axis(axis_size, x, f) for x, f in zip((q, k, v), batched[:3], strict=True)]
+        _check_grid(*lead[:2], self.layout)
         grown = _grown(self, axis_size, batched[3:], rows, *shared)
         return grown.like(self)(*lead, *grown.arguments)
 
@@ -291,6 +294,7 @@ class BackwardKernel(eqxcute.Kernel):
         lead = [
             _with_axis(axis_size, x, f) for x, f in zip(arguments[:7], batched[:7], strict=True)
         ]
+        _check_grid(*lead[:2], self.layout)
         rows, heads, lists, mask_arrays, score_arrays = arguments[7:]
         *flags, score_flags = batched[7:]
         score_arrays = tuple(
@@ -427,6 +431,24 @@ class _Grown(NamedTuple):
 
     def like(self, kernel):
         return dataclasses.replace(kernel, functions=self.functions, layout=self.layout)
+
+
+def _check_grid(q: jax.Array, k: jax.Array, layout: MapLayout | None) -> None:
+    """What `flex_attention` checks of the leading dims that it sees."""
+    *lead, q_len, kv_heads, group, _ = q.shape
+    sizes = *lead, q_len, k.shape[-3], kv_heads, group
+    if not all(isinstance(n, int) for n in sizes):
+        return  # symbolic, in an export
+    tile = (_config.SMALLEST_TILE,) * 2 if layout is None else layout.tile
+    lengths = zip((q_len, k.shape[-3]), tile, strict=True)
+    longest = max(-(-n // whole) * whole for n, whole in lengths)
+    tiles = math.prod(lead) * kv_heads * group * -(-longest // _config.SMALLEST_TILE)
+    if tiles >= 2**31:
+        raise ValueError(
+            f"FlexAttention: under jax.vmap, batch, heads and lengths make {tiles} tiles of {_config.SMALLEST_TILE}, and a "
+            "GPU takes at most 2**31 - 1. Map a part at a time, as jax.lax.map does with batch_size=, or use "
+            'implementation="xla".'
+        )
 
 
 def _with_axis(size: int, x: jax.Array, has_it: bool) -> jax.Array:

@@ -111,6 +111,7 @@ class Sm80Queries:
 
 
 LARGEST_DIM: Final = 256  # of heads
+SMALLEST_TILE: Final = 16  # of any configuration
 MAP_TILE: Final = (128, 128)  # queries and keys, of maps that are made for one call
 
 

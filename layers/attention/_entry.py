@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eqxcute._fallback import choose
 from eqxcute.inline import Program
 
-from . import _attend, _reference
+from . import _attend, _config, _reference
 from ._compiled import Functions, compiled, missing
 from ._config import LARGEST_DIM, MAP_TILE, MapLayout
 from ._functions import trace_mask, trace_score
@@ -33,7 +33,6 @@ Precision = Literal["tf32", "3xtf32"]
 NAME: Final = "FlexAttention"
 DTYPES: Final = ("float16", "bfloat16", "float32", "float64")
 KERNEL_TILE: Final = 64  # a map's tile is whole tiles of the kernel's, whichever those are
-SMALLEST_TILE: Final = 16  # of any configuration
 MARGIN: Final = 1 << 16  # indices of a tile may pass the length
 
 
@@ -254,7 +253,7 @@ def _missing(
 def _tile_of(mask: Program | None, tiles: TileMap | None) -> tuple[int, int]:
     """Lengths are worked on in multiples of it: in whole tiles of a map, where there is one."""
     if mask is None:
-        return SMALLEST_TILE, SMALLEST_TILE
+        return _config.SMALLEST_TILE, _config.SMALLEST_TILE
     return MAP_TILE if tiles is None else tiles.tile
 
 
@@ -267,10 +266,10 @@ def _too_large(q: jax.Array, k: jax.Array, tile: tuple[int, int]) -> str | None:
     longest = max(-(-n // each) * each for n, each in zip(lengths, tile, strict=True))
     if longest > LARGEST - MARGIN:
         return f"a length is {longest} in whole tiles, and the kernel counts to 2**31"
-    tiles = math.prod(batch) * heads * -(-longest // SMALLEST_TILE)
+    tiles = math.prod(batch) * heads * -(-longest // _config.SMALLEST_TILE)
     if tiles > LARGEST:
         return (
-            f"batch, heads and lengths make {tiles} tiles of {SMALLEST_TILE}, and a GPU takes at most 2**31 - 1. "
+            f"batch, heads and lengths make {tiles} tiles of {_config.SMALLEST_TILE}, and a GPU takes at most 2**31 - 1. "
             "Split the batch"
         )
     return None

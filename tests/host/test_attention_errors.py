@@ -275,6 +275,14 @@ def too_many(implementation):
     jax.eval_shape(attend, q, q, q)
 
 
+def test_too_many_tiles_under_vmap():
+    """Each example has few: they are counted together, where the mapped axis joins them."""
+    q = jax.ShapeDtypeStruct((1 << 20, 64, 1 << 10, 8), jnp.float16)
+    attend = functools.partial(flex_attention, implementation="cute")
+    with eqxcute.architecture("sm_80"), refused(ValueError, "jax.vmap", "tiles", "batch_size="):
+        jax.eval_shape(jax.vmap(attend), q, q, q)
+
+
 def too_many_in_whole_tiles(implementation):
     """One query a head, but a CTA for each of the kernel's tiles in a tile of the map."""
     q = jax.ShapeDtypeStruct((1 << 20, 1, 1 << 9, 8), jnp.float16)

@@ -887,3 +887,11 @@ def test_a_mask_keeps_no_tangents():
     function, arrays = _compiled.compiled(program, captured)
     assert [x.shape for x in arrays] == [()]
     assert function.ranks == (0,)
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 0.0, -0.0])
+def test_a_scale_that_float32_has_not_is_0(scale):
+    """In the kernel it would be 0, and 0 times -inf is NaN."""
+    q, found = _attend._scaled_up(jnp.full(4, 3.0), scale)
+    assert found == 1.0
+    assert not q.any()

@@ -206,7 +206,8 @@ class Backward:
         load_tile(tid, self.threads, gK, tiles.k.iterator, 0, config.tile_kv, dim, first)
         load_tile(tid, self.threads, gV, tiles.v.iterator, 0, config.tile_kv, v_dim, first)
         cute.arch.cp_async_commit_group()
-        scores = start_scores(self.mask, self.score, mask_arrays, score_arrays, self.derivative)
+        arrays, exact = (mask_arrays, score_arrays), self.passes == 3
+        scores = start_scores(self.mask, self.score, *arrays, self.derivative, exact=exact)
         captured = self.start_captured(tid, dtype, targets, first)
         for g in cutlass.range(heads.shape[1], unroll=1):
             self.head(

@@ -86,9 +86,9 @@ class Forward:
 
         acc_o = accumulator(products, tid, config.tile_q, width(v_dim, dtype))
         top, total = softmax.start(acc_o)
-        head = bind_head(
-            start_scores(self.mask, self.score, mask_arrays, score_arrays), place, rows
-        )
+        exact = self.passes == 3
+        scores = start_scores(self.mask, self.score, mask_arrays, score_arrays, exact=exact)
+        head = bind_head(scores, place, rows)
         at = by_rows(coordinates(products, tid, config.tile_q, config.tile_kv))
         each_row = [bind_scores(head, q_idx=first + at[i, 0][0]) for i in range(cute.size(top))]
         # Scores are natural; without a score function the scale is part of the exponential's factor.

@@ -41,15 +41,18 @@ def start_scores(
     mask_arrays: Sequence,
     score_arrays: Sequence,
     derivative: Code | None = None,
+    *,
+    exact: bool = False,
 ) -> Scores:
     """What depends on no index. The arrays are those that the codes read, in order; a derivative reads the score's.
 
-    Masks are exact. Scores go into an exponential, and may use the hardware's approximations that suit it.
+    Masks are exact. Scores go into an exponential, and unless `exact` use the hardware's approximations that suit it.
     """
+    fast = False if exact else "scores"
     return Scores(
         None if mask is None else start(mask, mask_arrays),
-        None if score is None else start(score, score_arrays, fast="scores"),
-        None if derivative is None else start(derivative, score_arrays, fast="scores"),
+        None if score is None else start(score, score_arrays, fast=fast),
+        None if derivative is None else start(derivative, score_arrays, fast=fast),
     )
 
 

@@ -134,7 +134,8 @@ class QueriesBackward:
         acc_q = accumulator(products, tid, config.tile_q, width(dim, dtype))
         line = (r * heads.shape[0] + n) * heads.shape[1] + g
         known = lse2[line, None], delta[line, None]
-        scores = start_scores(self.mask, self.score, *arrays, self.derivative)
+        exact = self.passes == 3
+        scores = start_scores(self.mask, self.score, *arrays, self.derivative, exact=exact)
         context = self.context(tid, products, bind_head(scores, place, rows), known, first)
         state = (acc_q, sQ, sO, scale)
         for i in cutlass.range(partial, unroll=1):
