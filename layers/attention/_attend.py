@@ -167,7 +167,7 @@ class ForwardKernel(eqxcute.Kernel):
 
     def batch(self, axis_size, batched, q, k, v, rows, *shared):
         lead = [_with_axis(axis_size, x, f) for x, f in zip((q, k, v), batched[:3], strict=True)]
-        _check_grid(*lead[:2], self.layout)
+        _check_grid(lead[0], lead[1], self.layout)
         grown = _grown(self, axis_size, batched[3:], rows, *shared)
         return grown.like(self)(*lead, *grown.arguments)
 
@@ -294,7 +294,7 @@ class BackwardKernel(eqxcute.Kernel):
         lead = [
             _with_axis(axis_size, x, f) for x, f in zip(arguments[:7], batched[:7], strict=True)
         ]
-        _check_grid(*lead[:2], self.layout)
+        _check_grid(lead[0], lead[1], self.layout)
         rows, heads, lists, mask_arrays, score_arrays = arguments[7:]
         *flags, score_flags = batched[7:]
         score_arrays = tuple(
