@@ -11,7 +11,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_code_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks))
     done = subprocess.run(
@@ -20,6 +20,7 @@ def test_the_code_runs(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "(8, 2, 16)" in done.stdout
     assert "(512, 256)" in done.stdout
+    assert "(100, 64)" in done.stdout
     assert "= tanh" in done.stdout
     assert "TileMap(q_len=512" in done.stdout
     assert "897." in done.stdout  # 3 * 299, interpreted
