@@ -14,7 +14,7 @@ import numpy as np
 from .. import _fallback, _sharding
 from .._errors import DtypeError, SlowPathWarning, SpecError, sizes
 from .._kernel import Kernel, reference_jvp, static
-from ._code import DTYPES, Argument, Code, Equation, constant, pruned
+from ._code import Argument, Code, Equation, constant, pruned
 from ._evaluate import evaluate_prepared
 from ._roles import Layout, layout, of_roles, over, term, too_large
 from ._scalarise import Outer
@@ -155,16 +155,7 @@ def _names(fn: Callable, count: int) -> list[str]:
 
 def _missing(program: Program, captured: Sequence[Any], shapes: Layout) -> str | None:
     """Why no kernel can compute it, as a clause."""
-    if program.code.opaque:
-        return program.code.opaque[0]
-    for e in program.code.equations:
-        if e.dtype not in DTYPES:
-            return f"it computes in {e.dtype}, and the kernel takes {', '.join(sorted(DTYPES))}"
-    for region in program.regions:
-        for v in region.inputs:
-            if isinstance(v, Outer) and jnp.issubdtype(v.aval.dtype, jax.dtypes.extended):
-                return "a random key meets a function with a derivative rule of its own"
-    return too_large(shapes)
+    return program.missing("it") or too_large(shapes)
 
 
 def _plain(program: Program, captured: Sequence[Any], shapes: Layout, arrays: Sequence) -> Any:

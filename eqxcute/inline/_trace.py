@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import _sharding
 from .._errors import InlineError
-from ._code import Argument, Builder, Code, Equation, TooLong, pruned
+from ._code import DTYPES, Argument, Builder, Code, Equation, TooLong, pruned
 from ._jaxpr import has_ended
 from ._scalarise import Known, Outer, Region, Scalariser, Scalars, Step, Unsupported
 from ._values import abstract_of
@@ -71,6 +71,19 @@ class Program:
         """The arrays that `code` reads. Plain JAX: gradients pass through to the captured arrays."""
         env = self.environment(captured)
         return [env[n] for n in self.operands]
+
+    def missing(self, subject: str) -> str | None:
+        """Why no kernel can run this, as a clause about the `subject`."""
+        if self.code.opaque:
+            return self.code.opaque[0]
+        for e in self.code.equations:
+            if e.dtype not in DTYPES:
+                return f"{subject} computes in {e.dtype}, and the kernel takes {', '.join(sorted(DTYPES))}"
+        for region in self.regions:
+            for v in region.inputs:
+                if isinstance(v, Outer) and jnp.issubdtype(v.aval.dtype, jax.dtypes.extended):
+                    return f"{subject} hands a random key to a function with a derivative rule of its own"
+        return None
 
 
 def _is_narrow(dtype: Any) -> bool:

@@ -115,9 +115,6 @@ class ForwardKernel(eqxcute.Kernel):
         operands = _operands(self, q, k, v, rows, heads, mask_arrays, score_arrays)
         return _outputs(_reference.forward(plan, operands), q)
 
-    def residuals(self, primals, outputs):
-        return primals, outputs
-
     def jvp(self, residuals, tangents):
         (q, k, v, rows, heads, _, mask_arrays, score_arrays), (out, lse) = residuals
         plan = _plan(self, q, k, v)
@@ -440,9 +437,8 @@ def _check_grid(q: jax.Array, k: jax.Array, layout: MapLayout | None) -> None:
     if not all(isinstance(n, int) for n in sizes):
         return  # symbolic, in an export
     tile = (_config.SMALLEST_TILE,) * 2 if layout is None else layout.tile
-    lengths = zip((q_len, k.shape[-3]), tile, strict=True)
-    longest = max(-(-n // whole) * whole for n, whole in lengths)
-    tiles = math.prod(lead) * kv_heads * group * -(-longest // _config.SMALLEST_TILE)
+    heads = math.prod(lead) * kv_heads * group
+    _, tiles = _config.grid_tiles(heads, (q_len, k.shape[-3]), tile)
     if tiles >= 2**31:
         raise ValueError(
             f"FlexAttention: under jax.vmap, batch, heads and lengths make {tiles} tiles of {_config.SMALLEST_TILE}, and a "

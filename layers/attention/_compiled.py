@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from eqxcute._sharding import whole
 from eqxcute.inline import Argument, Code, Derivative, Equation, Program, Read, differentiate
-from eqxcute.inline._code import DTYPES
 from eqxcute.inline._values import Outer
 
 Columns = tuple[int, ...]  # of `rows`: one for each leading dim that an array has from `jax.vmap`
@@ -178,20 +177,6 @@ def compiled(program: Program, captured: Sequence[Any]) -> tuple[Function, tuple
 def _whole_arrays(program: Program) -> set[int]:
     """Numbers of the arrays that derivative rules of the program's own get whole."""
     return {v.number for r in program.regions for v in r.inputs if isinstance(v, Outer)}
-
-
-def missing(program: Program) -> str | None:
-    """Why no kernel can run a program, as a clause."""
-    if program.code.opaque:
-        return program.code.opaque[0]
-    for e in program.code.equations:
-        if e.dtype not in DTYPES:
-            return f"{program.name} computes in {e.dtype}, and the kernel takes {', '.join(sorted(DTYPES))}"
-    for region in program.regions:
-        for v in region.inputs:
-            if isinstance(v, Outer) and jnp.issubdtype(v.aval.dtype, jax.dtypes.extended):
-                return f"{program.name} hands a random key to a function with a derivative rule of its own"
-    return None
 
 
 # Of floats, what is an instruction or two.

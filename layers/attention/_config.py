@@ -340,3 +340,10 @@ def queries(
         return queries_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
     return _first_that_fits(QUERIES[bits], columns, tile, fits)
+
+
+def grid_tiles(heads: int, lengths: tuple[int, int], tile: Tile) -> tuple[int, int]:
+    """The longest of the lengths of queries and of keys, in whole ones of a map's `tile`; and how many CTAs any kernel has
+    at the most, for so many heads of the whole batch."""
+    longest = max(-(-n // each) * each for n, each in zip(lengths, tile, strict=True))
+    return longest, heads * -(-longest // SMALLEST_TILE)

@@ -13,7 +13,7 @@ from eqxcute._fallback import choose
 from eqxcute.inline import Program
 
 from . import _attend, _config, _reference
-from ._compiled import Functions, compiled, missing
+from ._compiled import Functions, compiled
 from ._config import LARGEST_DIM, MAP_TILE, MapLayout
 from ._functions import trace_mask, trace_score
 from ._masks import AbstractMask
@@ -244,7 +244,7 @@ def _missing(
         if size > LARGEST_DIM:
             return f"{name} is {size}, and the kernel takes up to {LARGEST_DIM}"
     for program in programs:
-        why = None if program is None else missing(program)
+        why = None if program is None else program.missing(program.name)
         if why is not None:
             return why
     return None
@@ -262,11 +262,9 @@ def _too_large(q: jax.Array, k: jax.Array, tile: tuple[int, int]) -> str | None:
     sizes = [*batch, q_len, k.shape[-3], heads]
     if not all(isinstance(n, int) for n in sizes):
         return None  # symbolic, in an export
-    lengths = q_len, k.shape[-3]
-    longest = max(-(-n // each) * each for n, each in zip(lengths, tile, strict=True))
+    longest, tiles = _config.grid_tiles(math.prod(batch) * heads, (q_len, k.shape[-3]), tile)
     if longest > LARGEST - MARGIN:
         return f"a length is {longest} in whole tiles, and the kernel counts to 2**31"
-    tiles = math.prod(batch) * heads * -(-longest // _config.SMALLEST_TILE)
     if tiles > LARGEST:
         return (
             f"batch, heads and lengths make {tiles} tiles of {_config.SMALLEST_TILE}, and a GPU takes at most 2**31 - 1. "
