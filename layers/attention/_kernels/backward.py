@@ -56,7 +56,7 @@ from .matrix import (
     width,
 )
 from .queries import QueriesBackward
-from .walk import MapLayout, axes_of, find_list, find_place, grid_size, tile_at
+from .walk import Axis, MapLayout, find_list, find_place, grid_size, tile_at
 
 
 class Backward:
@@ -82,7 +82,9 @@ class Backward:
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
         self.derived, self.passes, self.deterministic = derived, passes, deterministic
         self.derivative = None if derived is None else derived.code
-        self.queries, self.keys = axes_of(config, layout)
+        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
+        self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
         self.threads = 32 * config.warps
         self.of_queries = None
         if deterministic:
@@ -278,8 +280,7 @@ class Backward:
         q, dout, lse2, delta, sums = arrays
         r, n, g = place.row, place.n, place.g
         tid, _, _ = cute.arch.thread_idx()
-        lengths = kv_len, q.shape[1]
-        found = find_list(self.keys, self.queries, place, *lengths, rows, lists, self.layout)
+        found = find_list(self.keys, self.queries, place, q.shape[1], rows, lists, self.layout)
         at_head = (r * q.shape[2] + n) * q.shape[3] + g
         sources = (
             q[r, None, n, g, None],

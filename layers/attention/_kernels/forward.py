@@ -34,7 +34,7 @@ from .matrix import (
     width,
 )
 from .stages import load_stage, make_stages, next_tile
-from .walk import MapLayout, axes_of, find_list, find_place, grid_size, tile_at
+from .walk import Axis, MapLayout, find_list, find_place, grid_size, tile_at
 
 
 class Forward:
@@ -46,7 +46,9 @@ class Forward:
     def __init__(self, config: Sm80Forward, mask, score, layout: MapLayout | None, passes: int = 1):
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
         self.passes = passes
-        self.queries, self.keys = axes_of(config, layout)
+        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
+        self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
         self.threads = 32 * config.warps
 
     @cute.jit
@@ -67,9 +69,11 @@ class Forward:
         dim, v_dim = q.shape[4], v.shape[3]
 
         place = find_place(self.queries, q.shape[1], heads, rows, lists, self.layout, True)
-        lengths = q.shape[1], k.shape[1]
-        found = find_list(self.queries, self.keys, place, *lengths, rows, lists, self.layout)
+        found = find_list(self.queries, self.keys, place, k.shape[1], rows, lists, self.layout)
         first = place.tile * config.tile_q
+        # The last tile of the map may have pieces past the end.
+        count = found.count if first < q.shape[1] else Int32(0)
+        partial = cutlass.min(found.partial, count)
         r, n, g = place.row, place.n, place.g
         gQ, gO = q[r, None, n, g, None], out[r, None, n, g, None]
 
@@ -90,17 +94,17 @@ class Forward:
         # Scores are natural; without a score function the scale is part of the exponential's factor.
         factor = scale * LOG2_E if const_expr(self.score is None) else Float32(LOG2_E)
 
-        if found.count > 0:
+        if count > 0:
             load_tile(tid, self.threads, gQ, sQ.iterator, 0, config.tile_q, dim, first)
             j = tile_at(found, self.keys, Int32(0))
             load_stage(tid, self.threads, stages, config.tile_kv, j, 0)
         cute.arch.cp_async_commit_group()
         state = (acc_o, top, total, factor, scale)
-        for i in cutlass.range(found.partial, unroll=1):
-            j = next_tile(tid, self.threads, stages, found, self.keys, i)
+        for i in cutlass.range(partial, unroll=1):
+            j = next_tile(tid, self.threads, stages, found, self.keys, i, count)
             self.tile(tid, products, state, sQ, stages, head, each_row, at, i % 2, j, True)
-        for i in cutlass.range(found.partial, found.count, unroll=1):
-            j = next_tile(tid, self.threads, stages, found, self.keys, i)
+        for i in cutlass.range(partial, count, unroll=1):
+            j = next_tile(tid, self.threads, stages, found, self.keys, i, count)
             self.tile(tid, products, state, sQ, stages, head, each_row, at, i % 2, j, False)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # before out takes the place of q

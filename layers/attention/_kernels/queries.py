@@ -47,7 +47,7 @@ from .matrix import (
     width,
 )
 from .stages import load_stage, make_stages, next_tile
-from .walk import MapLayout, axes_of, find_list, find_place, grid_size, tile_at
+from .walk import Axis, MapLayout, find_list, find_place, grid_size, tile_at
 
 
 class QueriesBackward:
@@ -72,7 +72,9 @@ class QueriesBackward:
         if derivative is not None:
             # The others are for the gradients of captured arrays.
             self.derivative = dataclasses.replace(derivative, results=derivative.results[:1])
-        self.queries, self.keys = axes_of(config, layout)
+        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
+        self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
         self.threads = 32 * config.warps
 
     @cute.jit
@@ -108,16 +110,18 @@ class QueriesBackward:
         dim, v_dim = q.shape[4], v.shape[3]
 
         place = find_place(self.queries, q.shape[1], heads, rows, lists, self.layout, True)
-        lengths = q.shape[1], k.shape[1]
-        found = find_list(self.queries, self.keys, place, *lengths, rows, lists, self.layout)
+        found = find_list(self.queries, self.keys, place, k.shape[1], rows, lists, self.layout)
         first = place.tile * config.tile_q
+        # The last tile of the map may have pieces past the end.
+        count = found.count if first < q.shape[1] else Int32(0)
+        partial = cutlass.min(found.partial, count)
         r, n, g = place.row, place.n, place.g
 
         shared = SmemAllocator()
         sQ = shared.allocate_tensor(dtype, tile_layout(config.tile_q, dim, dtype), 1024)
         sO = shared.allocate_tensor(dtype, tile_layout(config.tile_q, v_dim, dtype), 1024)
         stages = make_stages(shared, k[r, None, n, None], v[r, None, n, None], config.tile_kv)
-        if found.count > 0:
+        if count > 0:
             for x, tile in ((q, sQ), (dout, sO)):
                 source = x[r, None, n, g, None]
                 load_tile(
@@ -134,11 +138,11 @@ class QueriesBackward:
         scores = start_scores(self.mask, self.score, *arrays, self.derivative, exact=exact)
         context = self.context(tid, products, bind_head(scores, place, rows), known, first)
         state = (acc_q, sQ, sO, scale)
-        for i in cutlass.range(found.partial, unroll=1):
-            j = next_tile(tid, self.threads, stages, found, self.keys, i)
+        for i in cutlass.range(partial, unroll=1):
+            j = next_tile(tid, self.threads, stages, found, self.keys, i, count)
             self.tile(tid, products, context, state, stages, i % 2, j, True)
-        for i in cutlass.range(found.partial, found.count, unroll=1):
-            j = next_tile(tid, self.threads, stages, found, self.keys, i)
+        for i in cutlass.range(partial, count, unroll=1):
+            j = next_tile(tid, self.threads, stages, found, self.keys, i, count)
             self.tile(tid, products, context, state, stages, i % 2, j, False)
 
         acc_q.store(acc_q.load() * scale)

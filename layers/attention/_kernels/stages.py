@@ -37,11 +37,11 @@ def load_stage(tid, threads: Constexpr, stages: Stages, rows: Constexpr, j, stag
 
 
 @cute.jit
-def next_tile(tid, threads: Constexpr, stages: Stages, found: List, across: Constexpr, i):
+def next_tile(tid, threads: Constexpr, stages: Stages, found: List, across: Constexpr, i, count):
     """Waits for tile `i` of the list, starts to load the one after it, and returns the number of tile `i`."""
     cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()  # all of it is here, and nobody reads tile i - 1 any more
-    if i + 1 < found.count:
+    if i + 1 < count:
         load_stage(tid, threads, stages, across.tile, tile_at(found, across, i + 1), (i + 1) % 2)
     cute.arch.cp_async_commit_group()
     return tile_at(found, across, i)

@@ -48,14 +48,6 @@ class Axis:
         return cute.ceil_div(length, self.tile * self.pieces) * self.pieces
 
 
-def axes_of(config, layout: MapLayout | None) -> tuple[Axis, Axis]:
-    """Of queries and of keys."""
-    own = config.tile_q, config.tile_kv
-    maps = own if layout is None else layout.tile
-    queries, keys = (Axis(n, whole // n) for n, whole in zip(own, maps, strict=True))
-    return queries, keys
-
-
 def grid_size(own: Axis, length, heads, rows: cute.Tensor):
     """How many CTAs: one for each tile, head and row of the batch."""
     return own.count(length) * heads * rows.shape[0]
@@ -95,7 +87,6 @@ def find_list(
     own: Constexpr,
     across: Constexpr,
     place: Place,
-    own_length,
     length,
     rows: cute.Tensor,
     lists,
@@ -105,10 +96,8 @@ def find_list(
     if const_expr(layout is None):
         return List(None, Int32(0), cute.ceil_div(length, across.tile))
     at = (*list_index(layout, rows, place.row, place.b, place.h), place.tile // own.pieces)
-    # The last tile of the map may have pieces past the end of the CTA's own axis: they meet none.
-    pieces = Int32(across.pieces) if place.tile * own.tile < own_length else Int32(0)
-    partial = lists[1][at] * pieces
-    return List(lists[0][(*at, None)], partial, partial + lists[2][at] * pieces)
+    partial = lists[1][at] * across.pieces
+    return List(lists[0][(*at, None)], partial, partial + lists[2][at] * across.pieces)
 
 
 @cute.jit
