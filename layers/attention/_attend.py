@@ -98,17 +98,29 @@ class ForwardKernel(eqxcute.Kernel):
 
     def launch(self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse):
         from ._kernels.forward import Forward
+        from ._kernels.forward90 import Forward90
 
         functions = self.functions
-        tiles = functools.partial(_config.forward, costly=functions.costly_score)
-        config = self.config or _configured(tiles, q, v, self.layout)
-        kernel = Forward(
-            config, functions.mask_code, functions.score_code, self.layout, _passes(self.precision)
-        )
+        config = self.config or self._tiles(q, v)
+        codes = functions.mask_code, functions.score_code
+        if isinstance(config, _config.Sm90Forward):
+            kernel = Forward90(config, *codes, self.layout)
+        else:
+            kernel = Forward(config, *codes, self.layout, _passes(self.precision))
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
         lists = None if lists is None else lists[0]
         kernel(stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, self.scale)
+
+    def _tiles(self, q, v) -> Any:
+        """Hopper's kernel where it has tiles."""
+        if _arch.current() == _config.HOPPER:
+            tile = None if self.layout is None else self.layout.tile
+            found = _config.hopper_forward(*_facts(q, v), tile)
+            if found is not None:
+                return found
+        tiles = functools.partial(_config.forward, costly=self.functions.costly_score)
+        return _configured(tiles, q, v, self.layout)
 
     def reference(self, q, k, v, rows, heads, lists, mask_arrays, score_arrays):
         plan = _plan(self, q, k, v)
@@ -309,15 +321,22 @@ def _passes(precision: str | None) -> int:
     return 3 if precision == "3xtf32" else 1
 
 
+def _facts(q, v) -> tuple[_arch.Facts, int, int, str]:
+    """What tables of tiles are asked with, of CuTe's tensors: the GPU, dim, v_dim and dtype."""
+    dtype = q.element_type.__name__.lower()
+    return _arch.ARCHITECTURES[_arch.current()], q.shape[-1], v.shape[-1], dtype
+
+
 def _configured(choose, q, v, layout: MapLayout | None) -> Any:
     """What `choose` of `_config.py` says of CuTe's tensors."""
-    architecture, dtype = _arch.current(), q.element_type.__name__.lower()
+    facts = _facts(q, v)
     tile = _config.MAP_TILE if layout is None else layout.tile
-    found = choose(_arch.ARCHITECTURES[architecture], q.shape[-1], v.shape[-1], dtype, tile)
+    found = choose(*facts, tile)
     if found is None:
+        _, dim, v_dim, dtype = facts
         raise ArchitectureError(
-            f"FlexAttention: the kernel has no tiles of {dtype} with dim {q.shape[-1]} and v_dim {v.shape[-1]} that fit the "
-            f'shared memory of {architecture}. Run plain JAX with implementation="xla".'
+            f"FlexAttention: the kernel has no tiles of {dtype} with dim {dim} and v_dim {v_dim} that fit the "
+            f'shared memory of {_arch.current()}. Run plain JAX with implementation="xla".'
         )
     return found
 

@@ -84,6 +84,29 @@ class Sm80Forward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sm90Forward:
+    """Of the forward kernel by `wgmma`. Frozen: it is in the compile key."""
+
+    tile_kv: int
+    warpgroups: int  # that compute: 64 rows each
+    stages: int  # of keys, and of values
+    overlap: bool = True  # the next tile's scores are made while this one's softmax runs
+    turns: bool = False  # warpgroups issue their products in turn
+    pack: int = 1  # query heads of a kv head that lie in one tile, as rows
+    slack: float = 8.0  # powers of two that a maximum may rise before the output is scaled
+
+    @property
+    def tile_q(self) -> int:
+        """Rows: queries, times query heads if those are packed."""
+        return 64 * self.warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that loads, and of one that computes."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sm80Backward:
     """Of the backward kernel by `mma.sync`. Frozen: it is in the compile key.
 
@@ -340,6 +363,55 @@ def queries(
         return queries_bytes(config, dim, v_dim, bits) <= facts.smem_bytes
 
     return _first_that_fits(QUERIES[bits], columns, tile, fits)
+
+
+# Of Hopper's kernels, for 16-bit dtypes. As above: the first that fits is taken.
+
+
+def hopper_forward_bytes(config: Sm90Forward, dim: int, v_dim: int, bits: int) -> int:
+    """Shared memory of Hopper's forward kernel: q, whose place out takes at the end, stages of k and v; not the barriers."""
+    d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
+    rows = config.tile_q * max(d, e) + config.stages * config.tile_kv * (d + e)
+    return rows * bits // 8
+
+
+BARRIER_BYTES: Final = 1024  # more than any kernel's barriers take
+HOPPER: Final = "sm_90a"  # only it has `wgmma`
+
+
+def _hopper(widest: int, widest_v: int, tile_kv: int, warpgroups: int, stages: int, **more: Any):
+    config = Sm90Forward(tile_kv=tile_kv, warpgroups=warpgroups, stages=stages, **more)
+    return (widest, widest_v), config
+
+
+HOPPER_FORWARD: Final = (
+    _hopper(64, 64, 128, 2, 2),
+    _hopper(128, 128, 128, 2, 2),
+    _hopper(192, 128, 128, 2, 2),
+    _hopper(256, 256, 64, 2, 2),
+)
+
+
+def hopper_forward(
+    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile | None = None
+) -> Sm90Forward | None:
+    """Tiles of Hopper's forward kernel; None where there are none. Without a map `tile` is None, and any will do."""
+    bits = BITS[dtype]
+    if bits != 16:
+        return None
+    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
+
+    def fits(config):
+        used = hopper_forward_bytes(config, dim, v_dim, bits)
+        return used + BARRIER_BYTES <= facts.smem_bytes
+
+    for widest, config in HOPPER_FORWARD:
+        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
+        queries = config.tile_q // config.pack
+        divided = tile is None or (tile[0] % queries == 0 and tile[1] % config.tile_kv == 0)
+        if narrow and divided and fits(config):
+            return config
+    return None
 
 
 def grid_tiles(heads: int, lengths: tuple[int, int], tile: Tile) -> tuple[int, int]:

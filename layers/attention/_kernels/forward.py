@@ -85,7 +85,7 @@ class Forward:
         stages = make_stages(shared, k[r, None, n, None], v[r, None, n, None], config.tile_kv)
 
         acc_o = accumulator(products, tid, config.tile_q, width(v_dim, dtype))
-        top, total = softmax.start(acc_o)
+        top, total = softmax.start(cute.size(by_rows(acc_o), mode=[0]))
         exact = self.passes == 3
         scores = start_scores(self.mask, self.score, mask_arrays, score_arrays, exact=exact)
         head = bind_head(scores, place, rows)
@@ -109,7 +109,7 @@ class Forward:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # before out takes the place of q
 
-        sums = softmax.finish(acc_o, top, total, factor)
+        sums = softmax.finish(by_rows(acc_o), top, total, factor)
         self.store_lse(tid, at, sums, lse[r, n, g, None], first)
         self.store_out(tid, products, acc_o, sQ.iterator, gO, first, v_dim)
 
@@ -141,7 +141,7 @@ class Forward:
         if const_expr(not is_partial):
             if n0 + self.config.tile_kv > length:
                 cut(s, at, length - n0, -Float32.inf)
-        softmax.add_scores(acc_s, acc_o, top, total, factor)
+        softmax.add_scores(s, by_rows(acc_o), top, total, factor)
         v = transposed(sV[None, None, stage])
         multiply(products, tid, acc_o, as_operand(products, acc_s), v, b_transposed=True)
 

@@ -11,6 +11,7 @@ A map's tile is whole tiles of the kernel's, both ways: `pieces` of them.
 import dataclasses
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 
@@ -62,13 +63,19 @@ def find_place(
     lists,
     layout: Constexpr,
     each_query_head: Constexpr,
+    pack: Constexpr = 1,
 ):
-    """The CTA's `Place`. Without `each_query_head` there is a CTA for each kv head, and `g` is 0."""
+    """The CTA's `Place`. Without `each_query_head` there is a CTA for each kv head, and `g` is 0; with `pack` there is one
+    for so many query heads beside each other, and `g` is the first."""
     x, _, _ = cute.arch.block_idx()
     tiles, groups = own.count(length), heads.shape[1] if const_expr(each_query_head) else Int32(1)
+    if const_expr(pack > 1):
+        groups = groups // pack
     rest, tile = x // tiles, x % tiles
     head, row = rest % (heads.shape[0] * groups), rest // (heads.shape[0] * groups)
     n, g = head // groups, head % groups
+    if const_expr(pack > 1):
+        g = g * pack
     b, h = rows[row, 0], heads[n, g]
     if const_expr(layout is not None):
         order = lists[3][(*list_index(layout, rows, row, b, h), None)]
@@ -106,3 +113,46 @@ def tile_at(found: List, across: Constexpr, i):
     if const_expr(found.tiles is None):
         return i
     return found.tiles[i // across.pieces] * across.pieces + i % across.pieces
+
+
+class Walk(NamedTuple):
+    """A list as Hopper's kernels walk it: at least one tile, and `partial` is at least 1. What hangs over the end of the
+    axis is partial: where that is the last of the full tiles, it comes first."""
+
+    list: List
+    shift: Int32  # 1 where the last tile comes first
+    partial: Int32
+    count: Int32
+
+
+@cute.jit
+def find_walk(
+    own: Constexpr,
+    across: Constexpr,
+    place: Place,
+    length,
+    rows: cute.Tensor,
+    lists,
+    layout: Constexpr,
+):
+    """The CTA's `Walk`, of tiles of `across` along an axis of `length`."""
+    found = find_list(own, across, place, length, rows, lists, layout)
+    count, shift = found.count, Int32(0)
+    if found.count > found.partial:
+        end = (tile_at(found, across, found.count - 1) + 1) * across.tile
+        if end > length:
+            beyond = (end - length) // across.tile  # pieces with nothing in them
+            count = count - beyond
+            shift = Int32(1) if length % across.tile != 0 else Int32(0)
+    partial = cutlass.max(found.partial + shift, 1)
+    return Walk(found._replace(count=count), shift, partial, cutlass.max(count, 1))
+
+
+@cute.jit
+def walk_at(walk: Walk, across: Constexpr, i):
+    """The number of the `i`-th tile of a walk; 0 where the list is empty."""
+    j = Int32(0)
+    if walk.list.count > 0:
+        at = walk.list.count - 1 if i < walk.shift else i - walk.shift
+        j = tile_at(walk.list, across, at)
+    return j

@@ -1,0 +1,392 @@
+"""Attention, forward, on Hopper: TMA fills shared memory, `wgmma` multiplies.
+
+    grid       a CTA makes `tile_q` rows of one head, or of `pack` query heads of a kv head: 64 rows a warpgroup
+
+    role          warps     does
+    ----------    -------   ------------------------------------------------------------
+    load          4         the first one: TMA of q once, then of k and v, tile by tile
+    compute       4 each    scores of 64 rows, mask, softmax, output
+
+    ring   stages     full                     empty
+    ----   --------   ----------------------   ---------------------------
+    q      1          its bytes                never: loaded once
+    k, v   `stages`   their bytes              one arrival a computing warp
+
+    compute, `overlap`:   S_0 | softmax_0 |  S_1, O += P_0 V_0  | softmax_1 | S_2, O += P_1 V_1 ...
+                                                 \\ softmax_1 begins when S_1 is there, while P_0 V_0 still runs
+
+    end        out through the memory of q, whose rows nobody else reads, by TMA
+
+Registers hold S (64 x `tile_kv`), P, rounded, and O: `tile_kv` / 2 + `tile_kv` / 4 + v_dim / 2 a thread.
+
+Sources: Shah et al. 2024 (FlashAttention-3), section 3, for roles and overlap; Milakov and Gimelshein 2018 for the
+softmax; the maximum that may lag behind is from FlashAttention-4.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Constexpr, Float32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from .._config import Sm90Forward
+from . import softmax
+from .functions import bind_head, bind_scores, masked, pairs, scored, start_scores
+from .hopper import (
+    ROWS,
+    WARPGROUP,
+    accumulator,
+    allocate,
+    at_pointer,
+    by_keys,
+    by_queries,
+    by_rows,
+    coordinates,
+    loads,
+    multiply,
+    operand_a,
+    operand_b,
+    parts,
+    product,
+    rounded,
+    send,
+    stores,
+    tile_layout,
+    to_shared,
+    transposed,
+)
+from .matrix import LOG2_E, width
+from .roles import Plan, Ring, Role, start_copies, start_rings
+from .walk import Axis, MapLayout, find_place, find_walk, grid_size, walk_at
+
+TURN = 1  # the first of the named barriers of turns: one a warpgroup
+DONE = 4  # the first of those by which a warpgroup ends
+
+
+class Forward90:
+    """q (R, Q, N, G, D), k (R, K, N, D), v (R, K, N, E), out (R, Q, N, G, E), lse (R, N, G, Q) float32.
+
+    `mask` and `score` are codes, or None; `layout` says what the lists of the tile map are, None without one.
+    """
+
+    def __init__(self, config: Sm90Forward, mask, score, layout: MapLayout | None):
+        self.config, self.mask, self.score, self.layout = config, mask, score, layout
+        queries = config.tile_q // config.pack
+        tile = layout.tile if layout is not None else (queries, config.tile_kv)
+        self.queries = Axis(queries, tile[0] // queries)
+        self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
+
+    def plan(self, dtype, dim: int, v_dim: int) -> Plan:
+        config, (load, compute) = self.config, self.config.registers
+        d, e = width(dim, dtype), width(v_dim, dtype)
+        size = dtype.width // 8
+        return Plan(
+            roles=(Role("load", 4, load), Role("compute", 4 * config.warpgroups, compute)),
+            rings=(
+                Ring("q", 1, config.tile_q * d * size),
+                Ring("k", config.stages, config.tile_kv * d * size),
+                Ring("v", config.stages, config.tile_kv * e * size),
+            ),
+        )
+
+    @cute.jit
+    def __call__(
+        self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, scale
+    ):
+        config, dtype = self.config, q.element_type
+        dim, v_dim = q.shape[4], v.shape[3]
+        d, e = width(dim, dtype), width(v_dim, dtype)
+        layouts = (
+            tile_layout(config.tile_q, dim, dtype, 1),
+            tile_layout(config.tile_kv, dim, dtype, config.stages),
+            tile_layout(config.tile_kv, v_dim, dtype, config.stages),
+            tile_layout(config.tile_q, v_dim, dtype),
+        )
+        copies = (
+            loads(by_queries(q, config.pack), layouts[0], (config.tile_q, d)),
+            loads(by_keys(k), layouts[1], (config.tile_kv, d)),
+            loads(by_keys(v), layouts[2], (config.tile_kv, e)),
+            stores(by_queries(out, config.pack), tile_layout(ROWS, v_dim, dtype), (ROWS, e)),
+        )
+        plan = self.plan(dtype, dim, v_dim)
+        grid = grid_size(
+            self.queries, q.shape[1], heads.shape[0] * (heads.shape[1] // config.pack), rows
+        )
+        if grid > 0:  # an empty grid is a launch error
+            self.kernel(
+                q.shape[1],
+                k.shape[1],
+                copies,
+                layouts,
+                rows,
+                heads,
+                lists,
+                mask_arrays,
+                score_arrays,
+                lse,
+                scale,
+                (dtype, d, e),
+            ).launch(
+                grid=[grid, 1, 1],
+                block=[plan.threads, 1, 1],
+                min_blocks_per_mp=1,
+                stream=stream,
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_len,
+        kv_len,
+        copies,
+        layouts,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        lse,
+        scale,
+        facts: Constexpr,
+    ):
+        dtype, d, e = facts
+        config, plan = self.config, self.plan(*facts)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = SmemAllocator()
+        # The memory of q is that of out at the end.
+        columns = max(d, e)
+        room = shared.allocate_tensor(dtype, cute.make_layout(config.tile_q * columns), 1024)
+        sQ = at_pointer(room.iterator, layouts[0], dtype)
+        sO = at_pointer(room.iterator, layouts[3], dtype)
+        sK, sV = allocate(shared, layouts[1], dtype), allocate(shared, layouts[2], dtype)
+        plan.count("q", sQ[None, None, 0])
+        plan.count("k", sK[None, None, 0])
+        plan.count("v", sV[None, None, 0])
+        rings = tuple(plan.make(name) for name in ("q", "k", "v"))
+        start_rings()
+
+        place = find_place(self.queries, q_len, heads, rows, lists, self.layout, True, config.pack)
+        walk = find_walk(self.queries, self.keys, place, kv_len, rows, lists, self.layout)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(plan.role("load").registers)
+            if warp == 0:
+                # Heads of the views: kv heads, and as many parts of their query heads as are packed.
+                of_q = (place.n * heads.shape[1] + place.g) // config.pack
+                self.load(copies, (sQ, sK, sV), rings, place, walk, of_q, d, e)
+        else:
+            cute.arch.setmaxregister_increase(plan.role("compute").registers)
+            self.compute(
+                (sQ, sK, sV, sO),
+                rings,
+                copies[3],
+                (place, walk, kv_len),
+                rows,
+                heads,
+                mask_arrays,
+                score_arrays,
+                lse,
+                scale,
+                facts,
+            )
+
+    @cute.jit
+    def load(self, copies, tiles, rings, place, walk, of_q, d: Constexpr, e: Constexpr):
+        config = self.config
+        sQ, sK, sV = tiles
+        qs, qg = parts(copies[0], sQ, (config.tile_q, d), of_q, place.row)
+        ks, kg = parts(copies[1], sK, (config.tile_kv, d), place.n, place.row)
+        vs, vg = parts(copies[2], sV, (config.tile_kv, e), place.n, place.row)
+        of_q, of_k, of_v = [ring.make_producer() for ring in rings]
+        slot = of_q.acquire_and_advance()
+        start_copies(slot, ((copies[0].atom, qs, qg),), place.tile)
+        for i in cutlass.range(walk.count, unroll=1):
+            j = walk_at(walk, self.keys, i)
+            slot = of_k.acquire_and_advance()
+            start_copies(slot, ((copies[1].atom, ks, kg),), j)
+            slot = of_v.acquire_and_advance()
+            start_copies(slot, ((copies[2].atom, vs, vg),), j)
+
+    @cute.jit
+    def compute(
+        self,
+        tiles,
+        rings,
+        out: Constexpr,
+        where,
+        rows,
+        heads,
+        mask_arrays,
+        score_arrays,
+        lse,
+        scale,
+        facts: Constexpr,
+    ):
+        dtype, d, e = facts
+        config = self.config
+        sQ, sK, sV, sO = tiles
+        place, walk, kv_len = where
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        of_s = product(dtype, config.tile_kv)
+        of_o = product(dtype, e, b="MN", registers=True)
+        operands = (
+            operand_a(of_s, cute.local_tile(sQ, (ROWS, d), (wg, 0, 0))),
+            operand_b(of_s, sK),
+            operand_b(of_o, transposed(sV)),
+        )
+        acc_o = accumulator(of_o, e)
+        held = cute.make_rmem_tensor(of_o.partition_shape_A((ROWS, config.tile_kv)), dtype)
+        top, total = softmax.start(2)
+        # Scores are natural; without a score function the scale is part of the exponential's factor.
+        factor = scale * LOG2_E if const_expr(self.score is None) else Float32(LOG2_E)
+
+        at = by_rows(coordinates(of_s, thread, config.tile_kv))
+        own = wg * ROWS
+        first = place.tile * self.queries.tile
+        scores = start_scores(self.mask, self.score, mask_arrays, score_arrays)
+        head = self.bind_head(scores, place, rows)
+        each_row = [self.bind_row(head, place, heads, first, own + at[i, 0][0]) for i in range(2)]
+        context = (head, each_row, at, kv_len, scale, factor)
+        products = (of_s, of_o)
+        state = (acc_o, held, top, total)
+
+        turns = None
+        if const_expr(config.turns):
+            turns = self.turns(wg)
+            if wg == 0:
+                turns[0].arrive()
+        of_k, of_v = rings[1].make_consumer(), rings[2].make_consumer()
+        rings[0].make_consumer().wait()
+        acc_s = accumulator(of_s, config.tile_kv)
+        slot = of_k.wait_and_advance()
+        multiply(of_s, acc_s, operands[0], operands[1][None, None, None, slot.index], False)
+        warpgroup.wait_group(0)
+        slot.release()
+        self.softmax(acc_s, state, context, walk_at(walk, self.keys, 0), True)
+        rounded(held, acc_s)
+        acc_o.fill(0.0)
+        for i in cutlass.range(1, walk.partial, unroll=1):
+            j = walk_at(walk, self.keys, i)
+            of_k, of_v = self.tile(of_k, of_v, turns, products, operands, state, context, j, True)
+        for i in cutlass.range(walk.partial, walk.count, unroll=1):
+            j = walk_at(walk, self.keys, i)
+            of_k, of_v = self.tile(of_k, of_v, turns, products, operands, state, context, j, False)
+        slot = of_v.wait_and_advance()
+        multiply(of_o, acc_o, held, operands[2][None, None, None, slot.index], True)
+        warpgroup.wait_group(0)
+
+        sums = softmax.finish(by_rows(acc_o), top, total, factor)
+        self.store_lse(thread, at, sums, lse, place, first, own)
+        mine = cute.local_tile(sO, (ROWS, e), (wg, 0))
+        to_shared(of_o, thread, acc_o, mine, dtype)
+        pipeline.NamedBarrier(barrier_id=DONE + wg, num_threads=WARPGROUP).arrive_and_wait()
+        if thread < 32:
+            of_q = (place.n * heads.shape[1] + place.g) // config.pack
+            index = place.tile * config.warpgroups + wg
+            send(out, mine, (ROWS, e), of_q, place.row, index)
+
+    def turns(self, wg) -> tuple:
+        """Barriers: mine, and that of the next warpgroup."""
+        count = self.config.warpgroups
+        following = (wg + 1) % count
+        return tuple(
+            pipeline.NamedBarrier(barrier_id=TURN + i, num_threads=2 * WARPGROUP)
+            for i in (wg, following)
+        )
+
+    def bind_head(self, scores, place, rows):
+        """What does not depend on a row: with packed heads, neither does the head."""
+        if self.config.pack == 1:
+            return bind_head(scores, place, rows)
+        mapped = {f"v{i}": rows[place.row, i] for i in range(1, rows.shape[1])}
+        return bind_scores(scores, b=place.b, **mapped)
+
+    def bind_row(self, head, place, heads, first, row):
+        pack = self.config.pack
+        if pack == 1:
+            return bind_scores(head, q_idx=first + row)
+        h = heads[place.n, place.g + row % pack]
+        return bind_scores(head, h=h, q_idx=first + row // pack)
+
+    @cute.jit
+    def tile(
+        self,
+        of_k,
+        of_v,
+        turns: Constexpr,
+        products: Constexpr,
+        operands,
+        state,
+        context: Constexpr,
+        j,
+        is_partial: Constexpr,
+    ):
+        """The scores of one tile of keys, and the output of the tile before it; or all of one tile."""
+        (of_s, of_o), (a_q, b_k, b_v), (acc_o, held, _, _) = products, operands, state
+        acc_s = accumulator(of_s, self.config.tile_kv)
+        slot_k = of_k.wait_and_advance()
+        if const_expr(turns is not None):
+            turns[0].arrive_and_wait()
+        multiply(of_s, acc_s, a_q, b_k[None, None, None, slot_k.index], False)
+        slot_v = of_v.wait_and_advance()
+        multiply(of_o, acc_o, held, b_v[None, None, None, slot_v.index], True)
+        if const_expr(turns is not None):
+            turns[1].arrive()
+        if const_expr(self.config.overlap):
+            warpgroup.wait_group(1)
+            slot_k.release()
+            shrink = self.softmax(acc_s, state, context, j, is_partial)
+            warpgroup.wait_group(0)
+            slot_v.release()
+        else:
+            warpgroup.wait_group(0)
+            slot_k.release()
+            slot_v.release()
+            shrink = self.softmax(acc_s, state, context, j, is_partial)
+        rounded(held, acc_s)
+        self.scale_out(by_rows(acc_o), shrink)
+        return of_k, of_v
+
+    @cute.jit
+    def softmax(self, acc_s, state, context: Constexpr, j, is_partial: Constexpr):
+        """Scores become exponentials; returns what the output is to be multiplied by."""
+        head, each_row, at, kv_len, scale, factor = context
+        _, _, top, total = state
+        s = by_rows(acc_s)
+        if const_expr(is_partial or self.score is not None):
+            self.apply(s, head, each_row, at, j * self.config.tile_kv, kv_len, scale, is_partial)
+        return softmax.add_scores_lazily(s, top, total, factor, self.config.slack)
+
+    def apply(self, s, head, each_row, at, n0, length, scale, is_partial: bool):
+        """The score function, and in a partial tile the mask."""
+        for r, c, key, pair in pairs(head, each_row, at, n0):
+            value = s[r, c]
+            if self.score is not None:
+                value = scored(pair, value * scale)
+            s[r, c] = masked(pair, key < length, value) if is_partial else value
+
+    @cute.jit
+    def scale_out(self, o, shrink):
+        if const_expr(self.config.slack > 0):
+            if cute.arch.vote_any_sync((shrink[0] != 1.0) | (shrink[1] != 1.0)):
+                self.scale_rows(o, shrink)
+        else:
+            self.scale_rows(o, shrink)
+
+    @cute.jit
+    def scale_rows(self, o, shrink):
+        for r in range_constexpr(2):
+            o[r, None].store(o[r, None].load() * shrink[r])
+
+    @cute.jit
+    def store_lse(self, thread, at, sums, lse, place, first, own):
+        pack = self.config.pack
+        if thread % 4 == 0:  # of the four lanes that share a row
+            for i in range_constexpr(2):
+                row = own + at[i, 0][0]
+                g, query = place.g, first + row
+                if const_expr(pack > 1):
+                    g, query = place.g + row % pack, first + row // pack
+                if query < lse.shape[3]:
+                    lse[place.row, place.n, g, query] = sums[i]
