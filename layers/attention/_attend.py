@@ -255,23 +255,32 @@ class BackwardKernel(eqxcute.Kernel):
         *workspace,
     ):
         from ._kernels.backward import Backward
+        from ._kernels.backward90 import Backward90
 
-        config = self.config or _configured(_config.backward, q, v, self.layout)
-        functions = self.functions
-        kernel = Backward(
-            config,
-            functions.mask_code,
-            functions.score_code,
-            functions.derived(self.wanted),
-            self.layout,
-            _passes(self.precision),
-            self.deterministic,
-            _configured(_config.queries, q, v, self.layout) if self.deterministic else None,
-        )
+        functions, queries = self.functions, None
+        derived = functions.derived(self.wanted)
+        config = self.config or self._tiles(q, v, derived)
+        codes = functions.mask_code, functions.score_code, derived
+        if self.deterministic:
+            queries = _configured(_config.queries, q, v, self.layout)
+        if isinstance(config, _config.Sm90Backward):
+            kernel = Backward90(config, *codes, self.layout, self.deterministic, queries)
+        else:
+            passes = _passes(self.precision)
+            kernel = Backward(config, *codes, self.layout, passes, self.deterministic, queries)
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
         where = rows, heads, lists, mask_arrays, score_arrays
         kernel(stream, q, k, v, out, lse, dout, dlse, *where, *gradients, workspace, self.scale)
+
+    def _tiles(self, q, v, derived) -> Any:
+        """Hopper's kernel where it has tiles. It makes no gradients of what a score reads."""
+        if _arch.current() == _config.HOPPER and not (derived and derived.reads):
+            tile = None if self.layout is None else self.layout.tile
+            found = _config.hopper_backward(*_facts(q, v), tile)
+            if found is not None:
+                return found
+        return _configured(_config.backward, q, v, self.layout)
 
     def reference(
         self, q, k, v, out, lse, dout, dlse, rows, heads, lists, mask_arrays, score_arrays

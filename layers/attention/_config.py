@@ -125,6 +125,28 @@ class Sm80Backward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sm90Backward:
+    """Of the backward kernel by `wgmma`: two warpgroups compute, each for 64 keys. Frozen: it is in the compile key."""
+
+    tile_q: int  # 64 or 128
+    stages: int = 2  # of queries, and of dO
+    ds_stages: int = 1  # of dS: 1, or as many as `stages`, which saves one of two barriers a tile
+    late: bool = True  # dV is begun after dS is known: fewer registers
+    ahead: bool = False  # the next tile's scores are begun before this one's dQ is stored
+    dk_first: bool = False  # dK is begun before dQ
+    bulk: bool = True  # dQ is added by TMA, from shared memory; or by atomics, from registers
+
+    @property
+    def tile_kv(self) -> int:
+        return 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that loads, and of one that computes."""
+        return 24, 240
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sm80Queries:
     """Of the kernel by `mma.sync` that makes the queries' gradient in a fixed order. Frozen: it is in the compile key."""
 
@@ -409,6 +431,43 @@ def hopper_forward(
         narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
         queries = config.tile_q // config.pack
         divided = tile is None or (tile[0] % queries == 0 and tile[1] % config.tile_kv == 0)
+        if narrow and divided and fits(config):
+            return config
+    return None
+
+
+def hopper_backward_bytes(config: Sm90Backward, dim: int, v_dim: int, bits: int) -> int:
+    """Shared memory of Hopper's backward kernel: k and v; stages of q, dO, lse and delta; dS; dQ, if TMA adds it; not the
+    barriers."""
+    d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
+    tiles = (config.tile_kv + config.stages * config.tile_q) * (d + e)
+    scores = config.ds_stages * config.tile_q * config.tile_kv
+    floats = 2 * config.stages * config.tile_q + config.bulk * config.tile_q * d
+    return (tiles + scores) * bits // 8 + 4 * floats
+
+
+HOPPER_BACKWARD: Final = (
+    ((64, 64), Sm90Backward(tile_q=128)),
+    ((128, 128), Sm90Backward(tile_q=64)),
+)
+
+
+def hopper_backward(
+    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile | None = None
+) -> Sm90Backward | None:
+    """Tiles of Hopper's backward kernel, likewise."""
+    bits = BITS[dtype]
+    if bits != 16:
+        return None
+    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
+
+    def fits(config):
+        used = hopper_backward_bytes(config, dim, v_dim, bits)
+        return used + BARRIER_BYTES <= facts.smem_bytes
+
+    for widest, config in HOPPER_BACKWARD:
+        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
+        divided = tile is None or (tile[0] % config.tile_q == 0 and tile[1] % config.tile_kv == 0)
         if narrow and divided and fits(config):
             return config
     return None

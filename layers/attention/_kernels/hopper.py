@@ -15,6 +15,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Constexpr, Float32, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.experimental.primitives import cp_reduce_async_bulk_global_shared_cta
+from cutlass.experimental.primitives.nvvm_wrapper import CpReduceOp, CpReduceType
 from cutlass.tensor_utils import LayoutEnum
 
 from .matrix import atom_columns, width
@@ -164,11 +166,16 @@ def rounded(target, acc):
 
     By pairs: where n is no power of two, a conversion of the whole takes an instruction an element.
     """
+    for i in range_constexpr(cute.size(target) // 2):
+        packed(target, i, acc[2 * i], acc[2 * i + 1])
+
+
+def packed(target, i: int, a: Float32, b: Float32) -> None:
+    """Rounds two numbers into pair `i` of an operand in registers."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = a, b
     words = cute.recast_tensor(target, Uint32)
-    for i in range_constexpr(cute.size(words)):
-        pair = cute.make_rmem_tensor(2, Float32)
-        pair[0], pair[1] = acc[2 * i], acc[2 * i + 1]
-        words[i] = pair.load().to(target.element_type).bitcast(Uint32)[0]
+    words[i] = pair.load().to(target.element_type).bitcast(Uint32)[0]
 
 
 @cute.jit
@@ -202,3 +209,18 @@ def send(copies: Copies, tile, shape: Constexpr, head, row, index):
     cute.copy(copies.atom, source, target)
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def accumulator_layout(mma, n: int):
+    """Of an accumulator (64, n)."""
+    return cute.make_layout(mma.partition_shape_C((ROWS, n)))
+
+
+@cute.jit
+def add_to_global(target, source, size: Constexpr):
+    """One warp lets TMA add so many bytes of float32, a multiple of 16, from shared memory. The caller waits."""
+    with cute.arch.elect_one():
+        cp_reduce_async_bulk_global_shared_cta(
+            target, source, size, op=CpReduceOp.ADD, type=CpReduceType.F32
+        )
+    cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,702 @@
+"""Attention, backward, on Hopper: the products of backward.py by `wgmma`, tiles by TMA.
+
+    grid       a CTA makes 128 rows of dK and dV of one kv head, 64 a warpgroup, in registers
+    heads      the query heads of its group one after the other
+    tile       of `tile_q` queries. Scores are made transposed, keys by queries: so P^T and dS^T are operands `a` from
+               registers as they stand. dS^T goes through shared memory too, since dQ sums over all of the CTA's keys
+
+    product            of a warpgroup           a               b
+    ----------------   ----------------------   -------------   -----------
+    S^T  = K Q^T       64 keys x tile_q         k               q
+    dP^T = V dO^T      64 keys x tile_q         v               dO
+    dV  += P^T dO      64 keys x v_dim          registers       dO
+    dK  += dS^T Q      64 keys x dim            registers       q
+    dQ   = dS K        64 queries x dim, or     dS, the keys    k
+                       x dim / 2 of 64          of all
+
+    role          warps     does
+    ----------    -------   ------------------------------------------------------------
+    load          4         the first one: TMA of k and v once, then of q, dO and what is known of queries, tile by tile
+                            the second one, with `bulk`: adds dQ to the sums, by TMA
+    compute       4 each    all else
+
+    ring    stages     full                          empty
+    -----   --------   ---------------------------   ---------------------------
+    k, v    1          their bytes                   never: loaded once
+    q       `stages`   q and lse2                    one arrival a computing warp
+    dout    `stages`   dO and delta                  likewise
+
+    barrier    threads                     says
+    --------   -------------------------   -----------------------------------------------
+    FREE       those that compute          nobody multiplies with the tile of dS any more
+    WRITTEN    those that compute          dS is there
+    FULL       a warpgroup, and one warp   its part of dQ is in shared memory
+    EMPTY      likewise                    TMA has read it
+    DONE       a warpgroup                 its part of dK and dV is in shared memory
+
+before.py, after.py, queries.py and walk.py are those of backward.py; after.py knows the order of dQ.
+
+Sources: Shah et al. 2024 (FlashAttention-3), appendix B.1.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .._config import BEFORE, Sm80Queries, Sm90Backward
+from .after import After90, dq_columns
+from .before import Before
+from .functions import (
+    Scores,
+    bind_head,
+    bind_scores,
+    derivatives,
+    join_scores,
+    masked,
+    scored,
+    select,
+    start_scores,
+)
+from .hopper import (
+    ROWS,
+    WARPGROUP,
+    accumulator,
+    accumulator_layout,
+    add_to_global,
+    allocate,
+    by_keys,
+    by_queries,
+    by_rows,
+    coordinates,
+    loads,
+    multiply,
+    operand_a,
+    operand_b,
+    packed,
+    parts,
+    product,
+    send,
+    store_held,
+    stores,
+    tile_layout,
+    to_shared,
+    transposed,
+)
+from .matrix import LOG2_E, width
+from .queries import QueriesBackward
+from .roles import Plan, Ring, Role, start_copies, start_rings
+from .walk import Axis, MapLayout, find_place, find_walk, grid_size, walk_at
+
+WARPGROUPS = 2  # that compute
+
+
+class Barrier(enum.IntEnum):
+    """Those with a warpgroup's number to be added have room for it."""
+
+    FREE = 1
+    WRITTEN = 2
+    FULL = 3
+    EMPTY = 5
+    DONE = 7
+
+
+class Backward90:
+    """As `Backward`, with 16-bit q, k and v."""
+
+    def __init__(
+        self,
+        config: Sm90Backward,
+        mask,
+        score,
+        derived: Any,
+        layout: MapLayout | None,
+        deterministic: bool = False,
+        queries: Sm80Queries | None = None,
+    ):
+        self.config, self.mask, self.score, self.layout = config, mask, score, layout
+        self.derived, self.deterministic = derived, deterministic
+        self.derivative = None if derived is None else derived.code
+        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
+        self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
+        self.of_queries = None
+        if deterministic:
+            self.of_queries = QueriesBackward(queries, mask, score, self.derivative, layout)
+
+    def plan(self, dtype, d: int, e: int) -> Plan:
+        config, (load, compute) = self.config, self.config.registers
+        size = dtype.width // 8
+        return Plan(
+            roles=(Role("load", 4, load), Role("compute", 4 * WARPGROUPS, compute)),
+            rings=(
+                Ring("k", 1, config.tile_kv * d * size),
+                Ring("v", 1, config.tile_kv * e * size),
+                Ring("q", config.stages, config.tile_q * (d * size + 4)),
+                Ring("dout", config.stages, config.tile_q * (e * size + 4)),
+            ),
+        )
+
+    def layouts(self, dtype, d: int, e: int) -> tuple:
+        """Of k, v, q, dO and dS in shared memory."""
+        config = self.config
+        return (
+            # A warpgroup's columns of it are whole pieces.
+            tile_layout(config.tile_kv, d, dtype, atom=dq_columns(config, d)),
+            tile_layout(config.tile_kv, e, dtype),
+            tile_layout(config.tile_q, d, dtype, config.stages),
+            tile_layout(config.tile_q, e, dtype, config.stages),
+            tile_layout(config.tile_kv, config.tile_q, dtype, config.ds_stages),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        stream,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dlse,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        dq,
+        dk,
+        dv,
+        captured,
+        scratch,
+        scale,
+    ):
+        lse2, delta, *rest = scratch
+        sums = None if const_expr(self.deterministic) else rest[0]
+        forwards, backwards = (None, None) if const_expr(lists is None) else lists
+        Before(BEFORE)(stream, out, dout, lse, dlse, lse2, delta, sums)
+        self.keys_and_values(
+            stream,
+            (q, k, v, dout, dk, dv),
+            (lse2, delta, sums),
+            rows,
+            heads,
+            backwards,
+            mask_arrays,
+            score_arrays,
+            scale,
+        )
+        if const_expr(self.deterministic):
+            self.of_queries(
+                stream,
+                q,
+                k,
+                v,
+                dout,
+                lse2,
+                delta,
+                rows,
+                heads,
+                forwards,
+                mask_arrays,
+                score_arrays,
+                dq,
+                scale,
+            )
+        else:
+            After90(self.config)(stream, sums, dq, scale)
+
+    @cute.jit
+    def keys_and_values(
+        self, stream, arrays, numbers, rows, heads, lists, mask_arrays, score_arrays, scale
+    ):
+        """dK and dV, and sums of dQ unless `deterministic`."""
+        q, k, v, dout, dk, dv = arrays
+        config, dtype = self.config, q.element_type
+        d, e = width(q.shape[4], dtype), width(v.shape[3], dtype)
+        layouts = self.layouts(dtype, d, e)
+        of_k, of_v = layouts[:2]
+        copies = (
+            loads(by_keys(k), of_k, (config.tile_kv, d)),
+            loads(by_keys(v), of_v, (config.tile_kv, e)),
+            loads(by_queries(q), layouts[2], (config.tile_q, d)),
+            loads(by_queries(dout), layouts[3], (config.tile_q, e)),
+            stores(
+                by_keys(dk), tile_layout(ROWS, d, dtype, atom=dq_columns(config, d)), (ROWS, d)
+            ),
+            stores(by_keys(dv), tile_layout(ROWS, e, dtype), (ROWS, e)),
+        )
+        plan = self.plan(dtype, d, e)
+        grid = grid_size(self.keys, k.shape[1], heads.shape[0], rows)
+        if grid > 0:  # an empty grid is a launch error
+            self.kernel(
+                q.shape[1],
+                k.shape[1],
+                copies,
+                layouts,
+                numbers,
+                rows,
+                heads,
+                lists,
+                mask_arrays,
+                score_arrays,
+                scale,
+                (dtype, d, e),
+            ).launch(
+                grid=[grid, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_len,
+        kv_len,
+        copies,
+        layouts,
+        numbers,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        scale,
+        facts: Constexpr,
+    ):
+        dtype, d, e = facts
+        config, plan = self.config, self.plan(*facts)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = SmemAllocator()
+        sK, sV, sQ, sO, sdS = [allocate(shared, layout, dtype) for layout in layouts]
+        line = cute.make_layout((config.tile_q, config.stages))
+        lse2, delta = [shared.allocate_tensor(Float32, line, 128) for _ in range(2)]
+        sdQ = None
+        if const_expr(config.bulk and not self.deterministic):
+            part = cute.make_layout((ROWS * dq_columns(config, d), WARPGROUPS))
+            sdQ = shared.allocate_tensor(Float32, part, 128)
+        plan.count("k", sK)
+        plan.count("v", sV)
+        plan.count("q", sQ[None, None, 0], lse2[None, 0])
+        plan.count("dout", sO[None, None, 0], delta[None, 0])
+        rings = tuple(plan.make(ring.name) for ring in plan.rings)
+        start_rings()
+
+        place = find_place(self.keys, kv_len, heads, rows, lists, self.layout, False)
+        where = place, rows, heads, lists, q_len, kv_len
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(plan.role("load").registers)
+            if warp == 0:
+                self.load(copies, (sK, sV, sQ, sO, lse2, delta), rings, where, numbers, d, e)
+            if const_expr(sdQ is not None):
+                if warp == 1:
+                    self.add_up(sdQ, where, numbers, d)
+        else:
+            cute.arch.setmaxregister_increase(plan.role("compute").registers)
+            self.compute(
+                (sK, sV, sQ, sO, sdS, lse2, delta, sdQ),
+                rings,
+                copies[4:],
+                where,
+                (mask_arrays, score_arrays),
+                numbers,
+                scale,
+                facts,
+            )
+
+    def walk(self, where, g) -> tuple:
+        """Of a query head: its place, its number among all, and the tiles of its queries."""
+        place, rows, heads, lists, q_len, _ = where
+        place = place._replace(g=g, h=heads[place.n, g])
+        line = (place.row * heads.shape[0] + place.n) * heads.shape[1] + g
+        walk = find_walk(self.keys, self.queries, place, q_len, rows, lists, self.layout)
+        return place, line, walk
+
+    @cute.jit
+    def load(self, copies, tiles, rings, where, numbers, d: Constexpr, e: Constexpr):
+        config, (place, _, heads, _, _, _) = self.config, where
+        sK, sV, sQ, sO, lse2, delta = tiles
+        of_k, of_v, of_q, of_o = [ring.make_producer() for ring in rings]
+        for i, (ring, tile, columns) in enumerate(((of_k, sK, d), (of_v, sV, e))):
+            ones = cute.make_tensor(
+                tile.iterator, cute.append(tile.layout, cute.make_layout(1), up_to_rank=3)
+            )
+            shared, array = parts(copies[i], ones, (config.tile_kv, columns), place.n, place.row)
+            start_copies(
+                ring.acquire_and_advance(), ((copies[i].atom, shared, array),), place.tile
+            )
+        for g in cutlass.range(heads.shape[1], unroll=1):
+            _, line, walk = self.walk(where, g)
+            head = place.n * heads.shape[1] + g
+            qs, qg = parts(copies[2], sQ, (config.tile_q, d), head, place.row)
+            os, og = parts(copies[3], sO, (config.tile_q, e), head, place.row)
+            for i in cutlass.range(walk.count, unroll=1):
+                j = walk_at(walk, self.queries, i)
+                slot = of_q.acquire_and_advance()
+                start_copies(slot, ((copies[2].atom, qs, qg),), j)
+                self.copy_line(slot, numbers[0], lse2, line, j)
+                slot = of_o.acquire_and_advance()
+                start_copies(slot, ((copies[3].atom, os, og),), j)
+                self.copy_line(slot, numbers[1], delta, line, j)
+
+    @cute.jit
+    def copy_line(self, slot, source, target, line, j):
+        """Starts to copy what is known of a tile of queries. There is some for each query of the tile: before.py pads."""
+        size = self.config.tile_q
+        start = source.iterator + (Int64(line) * source.shape[1] + j * size)
+        found = cute.make_tensor(start.align(16), cute.make_layout(size))
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        with cute.arch.elect_one():
+            cute.copy(atom, found, target[None, slot.index], mbar_ptr=slot.barrier)
+
+    def sums_at(self, numbers, line, j, d: int):
+        """Where the sums of a tile of queries begin."""
+        tiles = numbers[1].shape[1] // self.config.tile_q  # of a head: padded, as delta is
+        return numbers[2].iterator + (Int64(line) * tiles + j) * (self.config.tile_q * d)
+
+    @cute.jit
+    def add_up(self, sdQ, where, numbers, d: Constexpr):
+        """One warp adds each warpgroup's part of dQ to the sums."""
+        size = cute.size(sdQ, mode=[0])
+        for g in cutlass.range(where[2].shape[1], unroll=1):
+            _, line, walk = self.walk(where, g)
+            for i in cutlass.range(walk.count, unroll=1):
+                start = self.sums_at(numbers, line, walk_at(walk, self.queries, i), d)
+                for wg in range_constexpr(WARPGROUPS):
+                    cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - wg, read=True)
+                    both(Barrier.EMPTY + wg).arrive()
+                for wg in range_constexpr(WARPGROUPS):
+                    both(Barrier.FULL + wg).arrive_and_wait()
+                    add_to_global(start + wg * size, sdQ[None, wg].iterator, 4 * size)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def compute(
+        self,
+        tiles,
+        rings,
+        outs: Constexpr,
+        where,
+        arrays,
+        numbers,
+        scale,
+        facts: Constexpr,
+    ):
+        dtype, d, e = facts
+        config = self.config
+        sK, sV, sQ, sO, sdS, lse2, delta, sdQ = tiles
+        place, rows, heads, _, q_len, kv_len = where
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        of_s = product(dtype, config.tile_q)
+        of_k = product(dtype, d, b="MN", registers=True)
+        of_v = product(dtype, e, b="MN", registers=True)
+        mine_k = cute.local_tile(sK, (ROWS, d), (wg, 0))
+        mine_v = cute.local_tile(sV, (ROWS, e), (wg, 0))
+        acc_k, acc_v = accumulator(of_k, d), accumulator(of_v, e)
+        acc_k.fill(0.0)
+        acc_v.fill(0.0)
+        work = Work(
+            wg=wg,
+            thread=thread,
+            of_s=of_s,
+            of_k=of_k,
+            of_v=of_v,
+            of_q=product(dtype, dq_columns(config, d), a="MN", b="MN"),
+            k=operand_a(of_s, mine_k),
+            v=operand_a(of_s, mine_v),
+            q=operand_b(of_s, sQ),
+            dout=operand_b(of_s, sO),
+            q_rows=operand_b(of_k, transposed(sQ)),
+            dout_rows=operand_b(of_v, transposed(sO)),
+            tiles=tiles,
+            acc_k=acc_k,
+            acc_v=acc_v,
+            acc_s=accumulator(of_s, config.tile_q),
+            dtype=dtype,
+            d=d,
+            scale=scale,
+            # Scores are natural; without a score function the scale is part of the exponential's factor.
+            factor=scale * LOG2_E if const_expr(self.score is None) else Float32(LOG2_E),
+        )
+        scores = start_scores(self.mask, self.score, *arrays, self.derivative)
+        first = place.tile * config.tile_kv
+        rings[0].make_consumer().wait()
+        soon, now, of_o = [ring.make_consumer() for ring in (rings[2], rings[2], rings[3])]
+        if const_expr(config.ahead):
+            slot = soon.wait_and_advance()
+            multiply(of_s, work.acc_s, work.k, work.q[None, None, None, slot.index], False)
+        rings[1].make_consumer().wait()
+        groups = heads.shape[1]
+        for g in cutlass.range(groups, unroll=1):
+            at_head, line, walk = self.walk(where, g)
+            head = self.head(work, bind_head(scores, at_head, rows), first, q_len)
+            # Where nothing is to be seen the list says tile 0, and no key is there.
+            limit = kv_len if walk.list.count > 0 else Int32(0)
+            end = walk.partial if first + config.tile_kv <= kv_len else walk.count
+            left = (groups - 1 - g) + walk.count  # tiles that follow the first, or at least as many as heads do
+            for i in cutlass.range(end, unroll=1):
+                at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
+                soon, now, of_o = self.tile(
+                    work, head, (soon, now, of_o), at, limit, left - i > 1, True
+                )
+            for i in cutlass.range(end, walk.count, unroll=1):
+                at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
+                soon, now, of_o = self.tile(
+                    work, head, (soon, now, of_o), at, limit, left - i > 1, False
+                )
+
+        # Both are past their products with k.
+        pipeline.NamedBarrier(Barrier.FREE, WARPGROUPS * WARPGROUP).arrive_and_wait()
+        to_shared(of_k, thread, acc_k, mine_k, dtype, scale)
+        to_shared(of_v, thread, acc_v, mine_v, dtype)
+        pipeline.NamedBarrier(Barrier.DONE + wg, WARPGROUP).arrive_and_wait()
+        if thread < 32:
+            index = place.tile * WARPGROUPS + wg
+            send(outs[0], mine_k, (ROWS, d), place.n, place.row, index)
+            send(outs[1], mine_v, (ROWS, e), place.n, place.row, index)
+
+    def head(self, work: "Work", scores: Scores, first, q_len) -> "Head":
+        """What is known of a head before its queries: the functions at the thread's keys."""
+        at = by_rows(coordinates(work.of_s, work.thread, self.config.tile_q))
+        keys = [first + work.wg * ROWS + at[r, 0][0] for r in range(2)]
+        return Head(scores, [bind_scores(scores, kv_idx=key) for key in keys], keys, at, q_len)
+
+    def at_tile(self, work: "Work", j, line, numbers) -> tuple:
+        """The first query of a tile, and where its sums begin if this warpgroup adds to them."""
+        start = None
+        if not (self.config.bulk or self.deterministic):
+            start = self.sums_at(numbers, line, j, work.d)
+        return j * self.config.tile_q, start
+
+    @cute.jit
+    def tile(
+        self,
+        work: Constexpr,
+        head: Constexpr,
+        readers,
+        at,
+        limit,
+        more,
+        is_partial: Constexpr,
+    ):
+        """One tile of queries. Groups of products end in the order in which they begin."""
+        config, dtype = self.config, work.dtype
+        soon, now, of_o = readers
+        m0, start = at
+        acc_s = work.acc_s if const_expr(config.ahead) else accumulator(work.of_s, config.tile_q)
+        acc_d = accumulator(work.of_s, config.tile_q)
+        shape = work.of_k.partition_shape_A((ROWS, config.tile_q))
+        p, ds = cute.make_rmem_tensor(shape, dtype), cute.make_rmem_tensor(shape, dtype)
+
+        slot = now.current_handle()
+        if const_expr(config.ahead):
+            now.advance()
+        else:
+            slot = now.wait_and_advance()
+            multiply(work.of_s, acc_s, work.k, work.q[None, None, None, slot.index], False)
+        slot_o = of_o.wait_and_advance()
+        multiply(work.of_s, acc_d, work.v, work.dout[None, None, None, slot_o.index], False)
+        warpgroup.wait_group(1)
+        self.exponentials(work, head, acc_s, p, slot.index, m0, limit, is_partial)
+        dout_rows = work.dout_rows[None, None, None, slot_o.index]
+        if const_expr(config.late):
+            warpgroup.wait_group(0)
+        else:
+            multiply(work.of_v, work.acc_v, p, dout_rows, True)
+            warpgroup.wait_group(1)
+        self.chain(work, acc_s, acc_d, ds, slot_o.index)
+        stage = slot.index if const_expr(config.ds_stages > 1) else 0
+        if const_expr(not self.deterministic):
+            self.share(work, ds, stage)
+        if const_expr(config.late):
+            multiply(work.of_v, work.acc_v, p, dout_rows, True)
+        q_rows = work.q_rows[None, None, None, slot.index]
+        if const_expr(self.deterministic):
+            multiply(work.of_k, work.acc_k, ds, q_rows, True)
+            soon = self.begin(work, soon, more)
+            self.finish(slot_o, more, 1)
+            self.finish(slot, more, 0)
+        else:
+            acc_q = accumulator(work.of_q, dq_columns(config, work.d))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            if const_expr(config.dk_first):
+                multiply(work.of_k, work.acc_k, ds, q_rows, True)
+            self.all_of(Barrier.WRITTEN).arrive_and_wait()
+            multiply(work.of_q, acc_q, *self.dq_operands(work, stage), False)
+            if const_expr(not config.dk_first):
+                multiply(work.of_k, work.acc_k, ds, q_rows, True)
+            soon = self.begin(work, soon, more)
+            self.finish(slot_o, more, 0 if const_expr(config.dk_first) else 1)
+            self.add(work, acc_q, start)
+            self.finish(slot, more, 0)
+        return soon, now, of_o
+
+    @cute.jit
+    def begin(self, work: Constexpr, soon, more):
+        """Begins the scores of the tile that follows, if one does."""
+        if const_expr(self.config.ahead):
+            if more:
+                slot = soon.wait_and_advance()
+                b = work.q[None, None, None, slot.index]
+                multiply(work.of_s, work.acc_s, work.k, b, False)
+        return soon
+
+    @cute.jit
+    def finish(self, slot, more, after: Constexpr):
+        """Waits for all products but the last `after` and those of the next tile, and lets go of a slot."""
+        if const_expr(self.config.ahead):
+            # Where no tile follows, the wait for fewer does no harm.
+            if more:
+                warpgroup.wait_group(after + 1)
+            else:
+                warpgroup.wait_group(after)
+        else:
+            warpgroup.wait_group(after)
+        slot.release()
+
+    def all_of(self, barrier: Barrier):
+        return pipeline.NamedBarrier(barrier, WARPGROUPS * WARPGROUP)
+
+    def exponentials(
+        self, work: Constexpr, head: Constexpr, acc, p, stage, m0, limit, is_partial: Constexpr
+    ):
+        """P from products: rounded in `p`; in `acc` as it is, or with a score times its slope."""
+        s, columns = by_rows(acc), self.config.tile_q // 4
+        for c in range(0, columns, 2):
+            lse2 = two_of(work.tiles[5], stage, head.at[0, c][1])
+            values = [
+                [self.value(work, head, s[r, c + i], r, c + i, m0, limit, is_partial) for r in (0, 1)]
+                for i in (0, 1)
+            ]
+            for r in (0, 1):
+                found = []
+                for i in (0, 1):
+                    value, slope = values[i][r]
+                    x = cute.math.exp2(value * work.factor - lse2[i], fastmath=True)
+                    found.append(x)
+                    if slope is not None:
+                        # Where P is 0 it stays 0: a slope that a masked pair has may be NaN.
+                        x = select(x != 0.0, x * slope, Float32(0.0))
+                    s[r, c + i] = x
+                packed(p, c + r, *found)
+
+    def value(self, work, head, x, r: int, c: int, m0, limit, is_partial: bool) -> tuple:
+        """The score of a pair from its product, or -inf, and the score's slope there; None without a score function."""
+        if self.score is None and not is_partial:
+            return x, None
+        query, slope = m0 + head.at[0, c][1], None
+        pair = join_scores(head.keys[r], bind_scores(head.scores, q_idx=query))
+        if self.score is not None:
+            x = x * work.scale
+            slope = derivatives(pair, x)[0]
+            x = scored(pair, x)
+        if is_partial:
+            inside = head.indices[r] < limit
+            if self.score is not None:  # else P is 0 past the last query, whose lse is infinite
+                inside = inside & (query < head.q_len)
+            x = masked(pair, inside, x)
+        return x, slope
+
+    def chain(self, work: Constexpr, acc_s, acc_d, ds, stage):
+        """dS, rounded, from P, or P times the score's slope, and dP."""
+        p, dp, columns = by_rows(acc_s), by_rows(acc_d), self.config.tile_q // 4
+        for c in range(0, columns, 2):
+            delta = two_of(work.tiles[6], stage, 2 * (work.thread % 4) + 4 * c)
+            for r in (0, 1):
+                packed(ds, c + r, *[p[r, c + i] * (dp[r, c + i] - delta[i]) for i in (0, 1)])
+
+    @cute.jit
+    def share(self, work: Constexpr, ds, stage):
+        """dS to shared memory, for both warpgroups."""
+        config = self.config
+        if const_expr(config.ds_stages == 1):
+            self.all_of(Barrier.FREE).arrive_and_wait()
+        tile = cute.local_tile(work.tiles[4][None, None, stage], (ROWS, config.tile_q), (work.wg, 0))
+        held = cute.make_tensor(ds.iterator, accumulator_layout(work.of_s, config.tile_q))
+        store_held(work.of_s, work.thread, held, tile, work.dtype)
+
+    def dq_operands(self, work, stage) -> tuple:
+        """dS and k of a warpgroup's part of dQ: its queries, or all of 64 and its columns."""
+        config, columns = self.config, dq_columns(self.config, work.d)
+        ds = transposed(work.tiles[4][None, None, stage])
+        k = transposed(work.tiles[0])
+        if config.tile_q > ROWS:
+            ds = cute.local_tile(ds, (ROWS, config.tile_kv), (work.wg, 0))
+        else:
+            k = cute.local_tile(k, (columns, config.tile_kv), (work.wg, 0))
+        return operand_a(work.of_q, ds), operand_b(work.of_q, k)
+
+    @cute.jit
+    def add(self, work: Constexpr, acc, start):
+        """Adds a warpgroup's part of dQ to the sums, in the order of its registers: four of a thread at a time."""
+        size = cute.size(acc)
+        if const_expr(start is None):
+            both(Barrier.EMPTY + work.wg).arrive_and_wait()
+            mine = work.tiles[7][None, work.wg].iterator + 4 * work.thread
+            layout = cute.make_layout((4, size // 4), stride=(1, 4 * WARPGROUP))
+            fours = cute.make_tensor(acc.iterator, cute.make_layout((4, size // 4)))
+            cute.autovec_copy(fours, cute.make_tensor(mine.align(16), layout))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            both(Barrier.FULL + work.wg).arrive()
+        else:
+            mine = start + (work.wg * size * WARPGROUP + 4 * work.thread)
+            for e in range(0, size, 4):
+                cute.arch.inline_ptx(
+                    "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[mine + e * WARPGROUP, *[acc[e + i] for i in range(4)]],
+                )
+
+
+def both(barrier):
+    """Of a warpgroup and the warp that adds dQ."""
+    return pipeline.NamedBarrier(barrier, WARPGROUP + 32)
+
+
+def two_of(numbers, stage, column):
+    """Neighbours of what is known of queries."""
+    start = numbers[None, stage].iterator + column
+    return cute.make_tensor(start.align(8), cute.make_layout(2)).load()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of a warpgroup, for all heads: products, their operands in shared memory, accumulators."""
+
+    wg: Int32
+    thread: Int32
+    of_s: Any
+    of_k: Any
+    of_v: Any
+    of_q: Any
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    q_rows: Any
+    dout_rows: Any
+    tiles: tuple  # k, v, q, dO, dS, lse2, delta, dQ
+    acc_k: Any
+    acc_v: Any
+    acc_s: Any
+    dtype: type
+    d: int
+    scale: Float32
+    factor: Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Of a query head: the functions there, and at each of the thread's keys; those keys; the thread's (row, column)s in a
+    tile; how many queries there are."""
+
+    scores: Scores
+    keys: list[Scores]
+    indices: list[Int32]
+    at: Any
+    q_len: Int32
