@@ -73,10 +73,9 @@ class Gradients(eqxcute.Kernel):
         cta = order[cute.arch.block_idx()[0]]
         b, first = cta % score.shape[0], cta // score.shape[0] * self.columns
         products = Products(cutlass.BFloat16, self.down, WARPS // self.down)
-        tile = self.rows, self.columns
-        at = by_rows(coordinates(products, tid, *tile))
+        at = by_rows(coordinates(products, tid, self.rows, self.columns))
         whole = bind(start(self.derived.code, arrays), b=b)
-        captured = start_captured(*self.derived, targets, products, tid, tile, first)
+        captured = start_captured(*self.derived, targets, at, first)
         for h in cutlass.range(score.shape[1], unroll=1):
             head = bind(whole, h=h)
             for j in cutlass.range(cute.ceil_div(score.shape[2], self.rows), unroll=1):

@@ -237,8 +237,8 @@ class Backward:
         if self.derived is None or not self.derived.reads:
             return None
         of_s = self.products(dtype, self.config.down_s)
-        tile = self.config.tile_q, self.config.tile_kv
-        return start_captured(*self.derived, targets, of_s, tid, tile, first)
+        at = by_rows(coordinates(of_s, tid, self.config.tile_q, self.config.tile_kv))
+        return start_captured(*self.derived, targets, at, first)
 
     def allocate(self, dtype, dim: int, v_dim: int) -> "Tiles":
         config, shared = self.config, SmemAllocator()

@@ -4,8 +4,8 @@ A pair adds dS' (d score / d value) to the place that the score read the value f
 is known from the read's indices (`eqxcute.inline.index_kind`); they are added up before memory is asked to add:
 
     head       one place for all: in a register, for all tiles
-    column     one for each key: in registers, for all tiles; then over the eight lanes that share a column
-    row        one for each query: in registers, for one tile; then over the four lanes that share a row
+    column     one for each key: in registers, for all tiles; then over the lanes that share a key
+    row        one for each query: in registers, for one tile; then over the lanes that share a query
     distance   one for each diagonal: in registers and by shuffles, below
     entry      one for each pair, but where indices are clamped: at once
     pair       any: at once, and for a whole warp where it has one place only
@@ -15,20 +15,24 @@ is known from the read's indices (`eqxcute.inline.index_kind`); they are added u
         for each tile:
             for each pair:
                 captured.add(r, c, live, ds, values)
-            captured.finish_tile(head, first_row)
+            captured.finish_tile(head, first_query)
         captured.finish_head(head)
     captured.finish(whole)
 
-Diagonals: a thread holds columns 2 t and 2 t + 1 of row g in each block of 8 x 8. Blocks on one diagonal are added in
-registers. Then rows are added that differ in one bit of g, s apart, each lane taking from its partner what is s columns
-away: first 4, then 2, then 1. A lane of row g then has at column p the sum of diagonal p - g, and all rows have all of
-them: each keeps every eighth run of eight.
+An accumulator is (queries, keys), or (keys, queries) where it is `turned`. Lane 4 g + t holds columns 2 t and 2 t + 1 of
+row g in each block of 8 x 8: four lanes share a row, eight a column. So what a sum takes is known of each side of an
+accumulator, its rows and its columns, and queries and keys are one side each.
+
+Diagonals, column minus row: a key's distance from a query, or its opposite where `turned`. Blocks on one diagonal are
+added in registers. Then rows are added that differ in one bit of g, s apart, each lane taking from its partner what is s
+columns away: first 4, then 2, then 1. A lane of row g then has at column p the sum of diagonal p - g, and all rows have
+all of them: each keeps every eighth run of eight.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -38,7 +42,27 @@ from eqxcute.inline import Code, Partial, Read, bind, index_kind, result
 
 from .bins import Target, add_term, place_of
 from .functions import select
-from .matrix import Products, by_rows, coordinates
+
+# Bits of a lane's number in which those differ that share a row of an accumulator, or a column.
+SHARE_ROW: Final = (2, 1)
+SHARE_COLUMN: Final = (4, 8, 16)
+
+
+class Side(NamedTuple):
+    """A thread's rows in an accumulator, or its columns.
+
+    - `first`: The first of them. A query is counted from the tile's first, a key from the first of all.
+    - `steps`: How far each is from the first.
+    - `lanes`: The bits of the lanes that share them.
+    """
+
+    first: Int32
+    steps: tuple[int, ...]
+    lanes: tuple[int, ...]
+
+    def leads(self, lane: Int32) -> Boolean:
+        """Whether a lane is the first of those."""
+        return lane % (2 * max(self.lanes)) < min(self.lanes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,18 +71,26 @@ class Captured:
 
     - `code`, `reads`: Of a score's derivative.
     - `targets`: Of the code's operands, in order; None where no read is.
-    - `rows`, `columns`: How far each row and each column of a thread is from its first.
-    - `at`: The thread's first (row, column); the row in the tile, the column for all tiles.
+    - `rows`, `columns`: Of the accumulators.
+    - `turned`: Whether the rows are keys.
     - `sums`: Of each read, in registers.
     """
 
     code: Code
     reads: tuple[Read, ...]
     targets: Sequence[Target | None]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    at: tuple[Int32, Int32]
+    rows: Side
+    columns: Side
+    turned: bool
     sums: tuple
+
+    @property
+    def queries(self) -> Side:
+        return self.columns if self.turned else self.rows
+
+    @property
+    def keys(self) -> Side:
+        return self.rows if self.turned else self.columns
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -73,19 +105,21 @@ class Captured:
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         """The diagonals of blocks of 8 x 8 on which a thread has elements: column minus row."""
-        return tuple(sorted({(c - r) // 8 for r in self.rows for c in self.columns}))
+        rows, columns = self.rows.steps, self.columns.steps
+        return tuple(sorted({(c - r) // 8 for r in rows for c in columns}))
 
     def started(self) -> "Captured":
         """With sums of no pairs."""
-        sizes = {"head": 2, "row": len(self.rows), "column": len(self.columns)}
+        sizes = {"head": 2, "row": len(self.queries.steps), "column": len(self.keys.steps)}
         sizes["distance"] = 2 * len(self.blocks)
         return dataclasses.replace(
             self, sums=tuple(zeros(sizes.get(kind, 0)) for kind in self.kinds)
         )
 
     def add(self, r: int, c: int, live: Boolean, ds: Float32, values: Sequence[Any]) -> None:
-        """What element (r, c) of a thread adds: `values` are the results of the derivative's code there. Nothing where
-        it is not `live`, whatever they are."""
+        """What a thread's element adds, in row r and column c of its accumulator: `values` are the results of the
+        derivative's code there. Nothing where it is not `live`, whatever they are."""
+        query, key = (c, r) if self.turned else (r, c)
         for read, kind, total in zip(self.reads, self.kinds, self.sums, strict=True):
             x = select(live, ds * Float32(values[read.derivative]), Float32(0.0))
             if kind in ("entry", "pair"):
@@ -94,28 +128,24 @@ class Captured:
                 add = add_alike if kind == "pair" else add_one
                 add(target, place, x)
                 continue
-            block = (self.columns[c] - self.rows[r]) // 8
+            block = (self.columns.steps[c] - self.rows.steps[r]) // 8
             slot = 2 * self.blocks.index(block) + c % 2
-            i = {"head": 0, "row": r, "column": c, "distance": slot}[kind]
+            i = {"head": 0, "row": query, "column": key, "distance": slot}[kind]
             total[i] = total[i] + x
 
-    def finish_tile(self, head: Partial, first_row: Int32) -> None:
+    def finish_tile(self, head: Partial, first_query: Int32) -> None:
         """After a tile. `head` is the derivative's code at the head."""
-        lane, (row, column) = cute.arch.lane_idx(), self.at
+        query, key = first_query + self.queries.first, self.keys.first
         for read, kind, total in zip(self.reads, self.kinds, self.sums, strict=True):
-            if (
-                kind == "head"
-            ):  # a tile's sum, and that of tiles: fewer roundings than one after the other
+            if kind == "head":
+                # A tile's sum, and that of tiles: fewer roundings than one after the other.
                 total[1] = total[1] + total[0]
                 total[0] = Float32(0.0)
             if kind == "row":
-                for i, step in enumerate(self.rows):
-                    x = cute.arch.warp_reduction_sum(total[i], threads_in_group=4)
-                    place = self._place(read, head, q_idx=first_row + row + step)
-                    add_if(lane % 4 == 0, *place, x)
+                self._add_side(read, head, "q_idx", query, self.queries, total)
             if kind == "distance":
                 for d, x in self._diagonals(total):
-                    d = d + (column - (first_row + row))
+                    d = (-d if self.turned else d) + (key - query)
                     # Any pair so far apart stands for all.
                     q, kv = cutlass.max(-d, 0), cutlass.max(d, 0)
                     add_alike(*self._place(read, head, q_idx=q, kv_idx=kv), x)
@@ -131,22 +161,26 @@ class Captured:
         self._finish(whole, False)
 
     def _finish(self, head: Partial, by_head: bool) -> None:
-        lane = cute.arch.lane_idx()
         every = zip(self.reads, self.kinds, self.by_head, self.sums, strict=True)
         for read, kind, own, total in every:
             if kind not in ("head", "column") or own != by_head:
                 continue
             if kind == "head":
-                x = cute.arch.warp_reduction_sum(total[1])
+                lane, x = cute.arch.lane_idx(), cute.arch.warp_reduction_sum(total[1])
                 add_if(lane == 0, *self._place(read, head), x)
             else:
-                for i, step in enumerate(self.columns):
-                    x = total[i]
-                    for lanes in (4, 8, 16):
-                        x = x + cute.arch.shuffle_sync_bfly(x, lanes)
-                    place = self._place(read, head, kv_idx=self.at[1] + step)
-                    add_if(lane < 4, *place, x)
+                self._add_side(read, head, "kv_idx", self.keys.first, self.keys, total)
             total.fill(0.0)
+
+    def _add_side(self, read: Read, head: Partial, name: str, first: Int32, side: Side, total):
+        """A sum for each of the queries or keys, whose first is `first`."""
+        lane = cute.arch.lane_idx()
+        for i, step in enumerate(side.steps):
+            x = total[i]
+            for lanes in side.lanes:
+                x = x + cute.arch.shuffle_sync_bfly(x, lanes)
+            place = self._place(read, head, **{name: first + step})
+            add_if(side.leads(lane), *place, x)
 
     def _place(self, read: Read, head: Partial, **scalars) -> tuple[Target, Int64]:
         known, target = bind(head, **scalars), self.targets[read.operand]
@@ -179,18 +213,20 @@ def start_captured(
     code: Code,
     reads: Sequence[Read],
     targets: Sequence[Target | None],
-    products: Products,
-    tid: Int32,
-    tile: tuple[int, int],
-    first_column: Int32,
+    at: cute.Tensor,
+    first_key: Int32,
+    *,
+    turned: bool = False,
 ) -> Captured:
-    """No pairs yet, of accumulators of `products` over tiles of (rows, columns)."""
-    every = by_rows(coordinates(products, 0, *tile))
-    rows = tuple(every[r, 0][0] for r in range(cute.size(every, mode=[0])))
-    columns = tuple(every[0, c][1] for c in range(cute.size(every, mode=[1])))
-    row, column = by_rows(coordinates(products, tid, *tile))[0, 0]
-    at = row, first_column + column
-    return Captured(code, tuple(reads), targets, rows, columns, at, ()).started()
+    """No pairs yet. `at` has the (row, column)s of a thread's elements in an accumulator, by rows; the accumulator's first
+    key is `first_key`. It is (queries, keys), or if `turned` (keys, queries)."""
+    row, column = at[0, 0]
+    row, column = (first_key + row, column) if turned else (row, first_key + column)
+    # The coordinates' layout alone knows the steps as numbers.
+    rows = tuple(at.layout((r, 0))[0] for r in range(cute.size(at, mode=[0])))
+    columns = tuple(at.layout((0, c))[1] for c in range(cute.size(at, mode=[1])))
+    sides = Side(row, rows, SHARE_ROW), Side(column, columns, SHARE_COLUMN)
+    return Captured(code, tuple(reads), targets, *sides, turned, ()).started()
 
 
 def skewed(held: dict, lane: Int32, step: int) -> dict:
