@@ -60,6 +60,10 @@ def access_size(ins, space: str) -> int | None:
     """The bytes of one access of the instruction to a space; None if it makes none."""
     if ins.mods[0] in ("ldmatrix", "stmatrix"):
         return 16 if space == "shared" else None
+    if "bulk" in ins.mods:
+        return 16
+    if ins.mods[0] == "mbarrier":
+        return 8 if space == "shared" else None
     if ins.mods[:2] == ("cp", "async") and len(ins.args) >= 3 and isinstance(ins.args[2], Imm):
         return ins.args[2].value
     if ins.mods[0] not in ("ld", "st", "atom", "red"):
@@ -153,7 +157,7 @@ def read(m, space, address, lanes, size, count, strong=False):
         return by_space(address, part, np.zeros(shape, UNSIGNED[size]))
     if space == "global":
         at, which = m.glob.locate(address, total, "reads")
-        _refuse_unwritten_global(m, at, which, total)
+        unwritten(m, at, which, total)
         if not strong:
             m.launch.shadow.on_read(at, total, m.clocks, lanes, m.glob.describe)
         return m.glob.store.gather(at, size, count)
@@ -170,7 +174,8 @@ def read(m, space, address, lanes, size, count, strong=False):
     return bank.store.gather(at, size, count)
 
 
-def _refuse_unwritten_global(m, at, which, total):
+def unwritten(m, at, which, total):
+    """Refuses to read what nobody has written, of global memory."""
     arrays = m.glob.arrays
     if isinstance(which, int):
         tracked = arrays[which].tracked
@@ -182,6 +187,8 @@ def _refuse_unwritten_global(m, at, which, total):
 
 
 def refuse_in_flight(m, at, total, verb):
+    if m.proxy is not None:
+        m.proxy.refuse(m, at, total, verb)
     if m.copies is not None and (place := m.copies.in_flight(at, total)) is not None:
         described = m.shared.describe(int(at[place]), total)
         raise Misstep(
@@ -229,6 +236,8 @@ def write(m, space, address, lanes, size, count, words, index, strong=False):
         shadow.on_atomic(at, total, m.clocks, lanes, describe)
     else:
         shadow.on_write(at, total, m.clocks, lanes, describe, same, index)
+    if m.proxy is not None and space == "shared":
+        m.proxy.wrote(at, total, lanes)
     store.scatter(at, size, count, words)
     if not (kept := same()).all() and not strong:
         place = int(np.argmin(kept))
@@ -370,7 +379,7 @@ _ATOMIC = {
 }
 
 
-def _atomic_function(which: str, name: str):
+def atomic_function(which: str, name: str):
     if which in ("min", "max"):
         if is_float(name):
             return _float.extreme(which, False)
@@ -400,7 +409,7 @@ def _atomic(ins, kernel):
     if len(form.rest) != 1 or which == "shared::cluster":
         raise Unsupported(f"the modifier .{form.rest[-1]}")
     cas = which == "cas"
-    function = None if cas else _atomic_function(which, form.type)
+    function = None if cas else atomic_function(which, form.type)
     target = ins.args[0] if returns else None
     mem, *operands = ins.args[1:] if returns else ins.args
     if form.hint:
@@ -420,7 +429,7 @@ def _atomic(ins, kernel):
             if cas:
                 new = np.where(held == values[0][rows], values[1][rows], held)
             else:
-                new = _apply(function, held, values[0][rows], form.type)
+                new = apply_atomic(function, held, values[0][rows], form.type)
             old[rows] = held
             shaped = new if form.count > 1 else new[:, 0]
             store.scatter(at[rows], form.size, form.count, shaped)
@@ -433,7 +442,7 @@ def _atomic(ins, kernel):
     return on_lanes(body)
 
 
-def _apply(function, held, value, name):
+def apply_atomic(function, held, value, name):
     """An atomic's function on bits; packed types have two numbers in a word."""
     flat = held.reshape(-1), np.ascontiguousarray(value).reshape(-1)
     if is_packed(name):
@@ -454,7 +463,7 @@ def _atomic_place(m, form, address, lanes):
     if space == "global":
         at, which = m.glob.locate(address, form.total, "changes")
         touch(m, which)
-        _refuse_unwritten_global(m, at, which, form.total)
+        unwritten(m, at, which, form.total)
         m.launch.shadow.on_atomic(at, form.total, m.clocks, lanes, m.glob.describe)
         return m.glob.store, at
     at = m.shared.locate(address, m.cta_of[lanes], form.total, "changes")
@@ -464,4 +473,6 @@ def _atomic_place(m, form, address, lanes):
         described = m.shared.describe(int(at[place]), form.total)
         raise Misstep(f"uninitialised: changes {described}, which nobody has written", place)
     m.shared_shadow.on_atomic(at, form.total, m.clocks, lanes, m.shared.describe)
+    if m.proxy is not None:
+        m.proxy.wrote(at, form.total, lanes)
     return m.shared.store, at

@@ -1,6 +1,16 @@
 """From an instruction to a Python function: looks it up in the tables."""
 
-from . import _access, _control, _convert, _copies, _scalar, _tensor, _warp  # noqa: F401
+from . import (  # noqa: F401
+    _access,
+    _control,
+    _convert,
+    _copies,
+    _mbarrier,
+    _scalar,
+    _tensor,
+    _warp,
+    _wgmma,
+)
 from ._access import access_size
 from ._alu import TABLE
 from ._fault import Unsupported

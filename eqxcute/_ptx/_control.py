@@ -8,7 +8,7 @@ from ._table import control
 from ._types import reader
 
 
-def _holds(guard, m):
+def holds(guard, m):
     """The lanes of the whole batch where the guard lets the instruction run."""
     return ~m.R[guard.index] if guard.negated else m.R[guard.index]
 
@@ -20,7 +20,7 @@ def _bra(ins, kernel):
         return lambda m: m.go(target)
 
     def run(m):
-        taken = m.within(_holds(guard, m))
+        taken = m.within(holds(guard, m))
         if taken is False:
             return m.go(after)
         if m.mask is None:
@@ -41,7 +41,7 @@ def _ret(ins, kernel):
 
     def run(m):
         if guard is not None:
-            leaving = m.within(_holds(guard, m))
+            leaving = m.within(holds(guard, m))
             if leaving is False:
                 return m.go(after)
             m.pc[m.active] = after
@@ -55,18 +55,20 @@ def _ret(ins, kernel):
 # ---------------------------------------------------------------- joining a warp
 
 
-def split_ready(m, members=None):
+def split_ready(m, members=None, width=32):
     """Parts the active lanes: those whose warp's other lanes are here as well, and the rest.
+
+    `width`: 128 for a warpgroup in place of a warp.
 
     `members`: for each lane of the batch the lanes of its warp that must come, as bits (None:
     every lane that has not left). **Returns:** a mask of the ready lanes, None if all are.
     """
     if m.mask is None:
         return None
-    active, alive = m.mask.reshape(-1, 32), m.alive.reshape(-1, 32)
+    active, alive = m.mask.reshape(-1, width), m.alive.reshape(-1, width)
     if members is None:
         missing = (alive & ~active).any(1)
-        ready = m.mask & ~np.repeat(missing, 32)
+        ready = m.mask & ~np.repeat(missing, width)
     else:
         weights = np.uint64(1) << np.arange(32, dtype=np.uint64)
         absent = ((alive & ~active) * weights).sum(1)
@@ -74,21 +76,21 @@ def split_ready(m, members=None):
     return None if np.count_nonzero(ready) == np.count_nonzero(m.mask) else ready
 
 
-def joining(ins, run, members=None):
-    """An instruction that all lanes of a warp (or those named) execute together."""
+def joining(ins, run, members=None, width=32):
+    """An instruction that all lanes of a warp (or those named, or a warpgroup) execute together."""
     at, after, guard = ins.index, ins.index + 1, ins.guard
 
     def op(m):
         passing = None
         if guard is not None:
-            inside = m.within(_holds(guard, m))
+            inside = m.within(holds(guard, m))
             if inside is False:
                 return m.go(after)
             if inside is not None:
                 passing = m.active
                 m.set_mask(inside)
         named = None if members is None or m.mask is None else members(m)
-        ready = split_ready(m, named)
+        ready = split_ready(m, named, width)
         if ready is None and passing is None:
             run(m)
             return m.go(after)
@@ -112,13 +114,16 @@ def joining(ins, run, members=None):
 # ---------------------------------------------------------------- barriers of a CTA
 
 
+_CLUSTER_BARRIER = 16  # after the CTA's own
+
+
 class Barrier:
     """One of the sixteen barriers, for every CTA of the batch."""
 
     def __init__(self, m):
         self.arrived = np.zeros(m.ctas, np.int64)
         self.expected = np.zeros(m.ctas, np.int64)
-        self.known = np.zeros((m.ctas, m.warps), np.int64)
+        self.known = np.zeros((m.ctas, m.clocks.width), np.int64)
         self.everyone = np.zeros(m.ctas, bool)
 
 
@@ -184,6 +189,8 @@ def _bar(ins, kernel):
     mods = [m for m in ins.mods[1:] if m not in ("cta", "aligned")]
     if mods[:1] == ["warp"]:
         return _bar_warp(ins)
+    if mods[:1] == ["cluster"]:
+        return _bar_cluster(ins)
     if mods not in (["sync"], ["arrive"]):
         raise Unsupported("this kind of barrier")
     blocks = mods == ["sync"]
@@ -233,7 +240,7 @@ def _alone(ins, run):
 
     def op(m):
         if ins.guard is not None:
-            inside = m.within(_holds(ins.guard, m))
+            inside = m.within(holds(ins.guard, m))
             m.pc[m.active] = ins.index + 1
             if inside is False:
                 return None
@@ -242,6 +249,18 @@ def _alone(ins, run):
         return m.go(ins.index + 1)
 
     return op
+
+
+def _bar_cluster(ins):
+    """A cluster is one CTA: its threads wait for one another, and to arrive is nothing more."""
+    if "arrive" in ins.mods:
+        return lambda m: m.go(ins.index + 1)
+
+    def run(m):
+        m.pc[m.active] = ins.index + 1
+        _arrive(m, _CLUSTER_BARRIER, m.active, None, ins.index, True)
+
+    return _then_look(_alone(ins, run))
 
 
 def _bar_warp(ins):

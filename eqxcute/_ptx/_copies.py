@@ -6,6 +6,7 @@ neither read nor written, by any thread; afterwards it counts as written by the 
 
 import numpy as np
 
+from . import _bulk
 from ._access import address_reader, on_lanes, read, refuse_in_flight
 from ._fault import Unsupported
 from ._parse import Imm
@@ -50,6 +51,8 @@ class Copies:
         shadow = m.shared_shadow
         shadow.put(shadow.write, at, total, m.clocks.stamp[lanes])
         shadow.put(shadow.write_at, at, total, np.full(len(lanes), index, np.int32))
+        if m.proxy is not None:
+            m.proxy.wrote(at, total, lanes)
 
 
 def _copies(m) -> Copies:
@@ -61,8 +64,10 @@ def _copies(m) -> Copies:
 @plain("cp")
 def _cp(ins, kernel):
     mods = ins.mods
-    if mods[:2] != ("cp", "async") or "bulk" in mods or "mbarrier" in mods:
-        raise Unsupported("TMA and mbarriers come with the Hopper kernels")
+    if "bulk" in mods:
+        return _bulk.build(ins)
+    if mods[:2] != ("cp", "async") or "mbarrier" in mods:
+        raise Unsupported("an arrival when copies of a thread have landed")
     if mods[2] == "commit_group":
         return _commit
     if mods[2] == "wait_group":

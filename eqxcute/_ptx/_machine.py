@@ -12,6 +12,7 @@ import numpy as np
 from ._fault import KernelFault, Misstep
 from ._memory import LOCAL, LOCAL_BASE, PARAM, REGION_BITS, SHARED, SHARED_BASE, Banked
 from ._parse import Kernel, Module, Sym, parse
+from ._proxy import COLUMNS, MBARRIER, Proxy
 from ._races import Clocks, Race, Shadow
 from ._types import UNSIGNED, width
 
@@ -44,6 +45,15 @@ class Program:
         self.local = self._layout("local", LOCAL_BASE)
         self.params = self._param_layout()
         self.granules = {space: self._granule(space) for space in ("global", "shared")}
+        mods = [i.mods for i in kernel.code]
+        # Whether anything but threads touches shared memory; whether registers can be in flight.
+        self.has_proxy = any(x[0] in ("mbarrier", "wgmma") or "bulk" in x for x in mods)
+        self.has_products = any(x[0] == "wgmma" for x in mods)
+        if self.has_products:
+            from ._wgmma import registers_of
+
+            self.registers_of = [registers_of(i) for i in kernel.code]
+            self.named = [frozenset((*r, *w)) for r, w, _ in self.registers_of]
 
     def _used(self):
         names = {arg.name for i in self.kernel.code for arg in _symbols(i.args)}
@@ -150,18 +160,21 @@ class Machine:
         self.waits_at = np.full(self.lanes, -1, np.int32)  # that barrier's instruction
         self.barriers = {}
         self.mask = None  # None: every lane that has not left
-        self._active = self._running = None  # made when asked for
+        self._active = self._running = self._bits = None  # made when asked for
         self.R = [self._zeros(r.type) for r in self.program.kernel.registers]
         self.carry = np.zeros(self.lanes, bool)  # of add.cc
         self.call_params = {}
         self.glob = launch.memory
         self.shared = Banked("shared", count, launch.shared_bytes, SHARED_BASE)
         self.local = Banked("local", self.lanes, self.program.local[1], LOCAL_BASE)
-        self.clocks = Clocks(count, launch.warps, first, launch.fences)
+        columns = COLUMNS if self.program.has_proxy else 0
+        self.clocks = Clocks(count, launch.warps, first, launch.fences, columns)
         self.shared_shadow = Shadow(
             self.shared.store.data.size, self.program.granules["shared"], False
         )
         self.copies = None  # of cp.async, made by the first one
+        self.proxy = Proxy(self) if self.program.has_proxy else None
+        self.limits = np.zeros(count * launch.warps, np.int64)  # of registers, by setmaxnreg
         self.steps = 0
         self.turns = 0
         self.tried = set()  # places of parked lanes that were tried in vain
@@ -195,8 +208,21 @@ class Machine:
             self._running = False if present.all() else np.flatnonzero(present)
         return None if self._running is False else self._running
 
+    @property
+    def running_list(self) -> list[int]:
+        """The same, also where all have."""
+        warps = self.running_warps
+        return list(range(self.lanes // 32)) if warps is None else np.asarray(warps).tolist()
+
+    @property
+    def running_bits(self) -> int:
+        """The same as bits of a number."""
+        if self._bits is None:
+            self._bits = sum(1 << warp for warp in self.running_list)
+        return self._bits
+
     def set_mask(self, mask) -> None:
-        self.mask, self._active, self._running = mask, None, None
+        self.mask, self._active, self._running, self._bits = mask, None, None, None
 
     def spread(self, values) -> np.ndarray:
         """One entry a lane, also of a literal."""
@@ -215,6 +241,8 @@ class Machine:
     def run(self) -> None:
         while (pc := self.choose()) is not None:
             self.run_group(pc)
+        if self.proxy is not None:
+            self.proxy.finish(self)
 
     def choose(self) -> int | None:
         """Sets the mask to the group that runs next. None: all lanes have left."""
@@ -224,7 +252,8 @@ class Machine:
         if pc == _NEVER:
             if not len(self.live):
                 return None
-            pc = self.retry()
+            if (pc := self.retry()) is None:
+                return self.choose()
         else:
             self.tried.clear()
             self.turns += 1
@@ -235,10 +264,13 @@ class Machine:
         self.set_mask(None if np.count_nonzero(mask) == len(self.live) else mask)
         return pc
 
-    def retry(self) -> int:
-        """Every lane waits. Some may go on, since others have left in the meantime."""
+    def retry(self) -> int | None:
+        """Every lane waits. Some may go on, since others have left in the meantime; or since a
+        wait that may fail does so (then None: choose again)."""
         places = sorted(set(self.pc[self.parked].tolist()) - self.tried)
         if not places:
+            if self.proxy is not None and self.proxy.unstick(self):
+                return None
             self.deadlock()
         self.tried.add(places[0])
         return places[0]
@@ -247,9 +279,15 @@ class Machine:
         ops, stop, labels = self.program.ops, self.program.stop, self.program.kernel.labels
         while True:
             end, i = stop[pc], pc
+            flying = self.flying
             try:
-                for i in range(pc, end):
-                    ops[i](self)
+                if flying is None:
+                    for i in range(pc, end):
+                        ops[i](self)
+                else:
+                    for i in range(pc, end):
+                        flying.check(self, i)
+                        ops[i](self)
                 self.steps += end - pc + 1
                 if self.steps > self.launch.budget:
                     raise Misstep(
@@ -261,6 +299,8 @@ class Machine:
                 if end == len(ops):
                     self.leave()
                     return
+                if flying is not None:
+                    flying.check(self, end)
                 if end > pc and end in labels:  # others may join here
                     going = self.go(end)
                 else:
@@ -270,6 +310,12 @@ class Machine:
             if going is None:
                 return
             pc = going
+
+    @property
+    def flying(self):
+        """The products in flight, whose registers are watched; None if there are none."""
+        found = None if self.proxy is None else self.proxy.products
+        return found if found is not None and found.all else None
 
     def leave(self) -> None:
         """The active lanes have reached the end."""
@@ -378,6 +424,8 @@ class Machine:
                 f"first is {self.name_thread(left)[1]}"
             )
         what = "deadlock: not all threads arrive at a barrier.\n  " + "\n  ".join(lines)
+        if (self.waiting == MBARRIER).any():
+            what = "deadlock: nothing can go on. Who waits for what:\n  " + "\n  ".join(lines)
         raise self.fault(reached[0], Misstep(what, first))
 
     def _waiters(self, lanes, instruction: int, what="for others"):

@@ -55,6 +55,14 @@ class Mem:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """`[map, {x, y, ...}]`: a place in what a tensor map describes."""
+
+    map: Mem
+    coordinates: tuple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Vec:
     """`{a, b, ...}`."""
 
@@ -435,6 +443,10 @@ class _Body:
         if text[0] == "{":
             return Vec(tuple(self.operand(a, line) for a in _split(text[1:-1])))
         if text[0] == "[":
+            base, *more = _split(text[1:-1])
+            if len(more) == 1 and more[0][0] == "{":
+                places = tuple(self.operand(a, line) for a in _split(more[0][1:-1]))
+                return Tensor(self.address(base, line), places)
             return self.address(text[1:-1].strip(), line)
         if "|" in text:
             first, second = text.split("|")
@@ -463,7 +475,7 @@ class _Body:
 
     def address(self, text: str, line: int) -> Mem:
         match = re.match(r"([%$\w.]+)\s*(?:\+\s*(-?(?:0x)?[0-9a-fA-F]+)|-\s*(\d+))?$", text)
-        if match is None:  # TMA and textures have vectors in here
+        if match is None:  # textures have more in here
             raise Unsupported(f"PTX line {line}: the address [{text}]")
         offset = int(match.group(2), 0) if match.group(2) else -int(match.group(3) or 0)
         base = self.operand(match.group(1), line)

@@ -8,6 +8,9 @@ both are the same thread's, or
 - in one warp: the clock has moved on since;
 - in one CTA: a barrier joined the two warps after the earlier one (vector clocks: what each
   warp knows of every other's clock);
+- in one CTA: an mbarrier's phase has ended after the earlier one arrived, and the later one's
+  warp has waited for it. What a bulk copy wrote counts as written by a warp of its own, one an
+  mbarrier, that nothing but a wait for this mbarrier knows of;
 - anywhere: the earlier warp has since met a fence, or a release. (That is lenient: the later
   side should have an acquire as well.)
 
@@ -22,20 +25,23 @@ import numpy as np
 from ._fault import Misstep
 
 _CLOCK = np.int64(0xFFFFFFFF)
+ENGINE = 1 << 24  # the first warp that stands for an mbarrier's copies
+ENGINE_CLOCK = 1 << 31  # their clocks start here: no barrier of threads gets so far
 
 
 class Clocks:
     """The clocks of a batch of CTAs. `fences` spans all warps of the launch."""
 
-    def __init__(self, ctas: int, warps: int, first_cta: int, fences: np.ndarray):
+    def __init__(self, ctas: int, warps: int, first_cta: int, fences: np.ndarray, columns: int = 0):
         self.ctas, self.warps = ctas, warps
+        self.width = warps + columns  # a warp's own knowledge: of warps, then of mbarriers
         self.first_warp = first_cta * warps
         self.fences = fences
         lanes = np.arange(ctas * warps * 32, dtype=np.int64)
         self.thread = lanes + self.first_warp * 32
         self.warp = lanes >> 5  # in the batch
         self.clock = np.ones(ctas * warps, np.int64)
-        self.known = np.zeros((ctas * warps, warps), np.int64)
+        self.known = np.zeros((ctas * warps, self.width), np.int64)
         self.floor = np.zeros(len(lanes), np.int64)  # a barrier of all has joined up to here
         self._stamp = None
 
@@ -58,11 +64,14 @@ class Clocks:
         """Every thread of these CTAs (None: all) has met a barrier."""
         clock = self.clock.reshape(self.ctas, self.warps)
         floor = self.floor.reshape(self.ctas, -1)
-        known = self.known.reshape(self.ctas, self.warps, self.warps)
+        known = self.known.reshape(self.ctas, self.warps, self.width)
         if ctas is None:
             ctas = slice(None)
         top = clock[ctas].max(1)
-        known[ctas] = top[:, None, None]
+        known[ctas, :, : self.warps] = top[:, None, None]
+        if self.width > self.warps:
+            copies = known[ctas, :, self.warps :].max(1)
+            known[ctas, :, self.warps :] = copies[:, None]
         floor[ctas] = top[:, None]
         clock[ctas] = top[:, None] + 1
         self._stamp = None
@@ -100,17 +109,37 @@ class Clocks:
             return None
         rows, columns = np.nonzero(maybe)
         stamp = old[rows, columns]
-        clock, theirs = stamp & _CLOCK, (stamp >> np.int64(37)) - self.first_warp
         mine = self.warp[lanes[rows]]
+        bad = (stamp & _CLOCK) > self.seen(stamp, mine)
+        if not bad.any():
+            return None
+        return rows[bad], columns[bad]
+
+    def seen(self, stamp: np.ndarray, mine: np.ndarray) -> np.ndarray:
+        """Up to which clock of the stamps' warps the warps `mine` know."""
+        theirs = stamp >> np.int64(37)
+        engine = theirs >= ENGINE
+        if not engine.any():
+            return self._seen_of_warps(theirs, mine)
+        copies = self.known[mine, np.where(engine, self.warps + theirs - ENGINE, 0)]
+        warps = self._seen_of_warps(np.where(engine, self.first_warp, theirs), mine)
+        return np.where(engine, copies, warps)
+
+    def _seen_of_warps(self, theirs, mine):
+        theirs = theirs - self.first_warp
         inside = (theirs >= 0) & (theirs // self.warps == mine // self.warps)
         seen = self.known[mine, theirs % self.warps]
         seen = np.where(theirs == mine, self.clock[mine] - 1, seen)
         fenced = self.fences[theirs + self.first_warp]
-        seen = np.where(inside, np.maximum(seen, np.where(theirs == mine, 0, fenced)), fenced)
-        bad = clock > seen
-        if not bad.any():
-            return None
-        return rows[bad], columns[bad]
+        return np.where(inside, np.maximum(seen, np.where(theirs == mine, 0, fenced)), fenced)
+
+    def knows(self, warp: int, stamp: np.ndarray) -> np.ndarray:
+        """Which stamps of its own CTA are before what the warp does now."""
+        cta = (stamp >> np.int64(37)) - self.first_warp
+        mine = np.full(len(stamp), warp)
+        return (cta // self.warps == warp // self.warps) & (
+            (stamp & _CLOCK) <= self.seen(stamp, mine)
+        )
 
 
 class Shadow:
@@ -148,9 +177,15 @@ class Shadow:
         return None if found is None else (*found, old)
 
     def on_read(self, at, total, clocks: Clocks, lanes, describe) -> None:
+        self.check_read(at, total, clocks, lanes, describe)
+        self.note_read(at, total, clocks, lanes)
+
+    def check_read(self, at, total, clocks: Clocks, lanes, describe) -> None:
         self.refuse(self.write, "wrote", "reads", at, total, clocks, lanes, describe)
         if self.any_atomic:
             self.refuse(self.atomic, "changed", "reads", at, total, clocks, lanes, describe)
+
+    def note_read(self, at, total, clocks: Clocks, lanes) -> None:
         mine = clocks.stamp[lanes]
         old = self.rows(self.read, at, total)
         self.put(self.read, at, total, mine)

@@ -186,14 +186,14 @@ def _mad_with_carry(ins, kernel):
 
 @plain("fence", "membar")
 def _fence(ins, kernel):
-    if any(m in ("proxy", "mbarrier_init") or "proxy" in m for m in ins.mods):
-        if "mbarrier_init" in ins.mods:
-            raise Unsupported("an mbarrier")
+    if "mbarrier_init" in ins.mods or ins.mods[1:3] == ("proxy", "async"):
+        return lambda m: None if m.proxy is None else m.proxy.fence(m)
+    if "proxy" in ins.mods:
         return lambda m: None
     return lambda m: m.clocks.fence(m.active)
 
 
-@plain("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "pmevent")
+@plain("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "pmevent")
 def _nothing(ins, kernel):
     """Has no effect on what is computed."""
     return lambda m: None

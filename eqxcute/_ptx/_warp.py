@@ -9,6 +9,8 @@ from ._parse import Pair
 from ._table import control, plain
 from ._types import dtype, reader, writer
 
+_REGISTERS = 1 << 16  # of an SM
+
 
 def _members(arg):
     get = reader(arg, "b32")
@@ -188,6 +190,27 @@ def _elect(ins, kernel):
         _tick(m)
 
     return joining(ins, run, members)
+
+
+@control("setmaxnreg")
+def _setmaxnreg(ins, kernel):
+    """Checks that the warps of a CTA do not ask for more registers than there are: the last to
+    ask would wait for ever."""
+    count = ins.args[0].value
+    if count % 8 or not 24 <= count <= 256:
+        raise Unsupported(f"{count} registers: not a multiple of 8 from 24 to 256")
+
+    def run(m):
+        m.limits[m.running_list] = count
+        sums = 32 * m.limits.reshape(m.ctas, m.warps).sum(1)
+        if (sums > _REGISTERS).any():
+            raise Misstep(
+                f"setmaxnreg: the warps of a CTA ask for {int(sums.max())} registers together, an "
+                f"SM has {_REGISTERS}",
+                int(m.active[0]),
+            )
+
+    return joining(ins, run)
 
 
 @plain("activemask")

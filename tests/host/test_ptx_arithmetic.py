@@ -656,12 +656,10 @@ def test_unknown_instructions_are_refused_by_name_when_they_run():
     a = np.arange(4, dtype="u4")
     with pytest.raises(NotImplementedError, match=r"`mul24\.lo\.u32`, PTX line \d+"):
         per_thread("mul24.lo.u32 %d, %a0, %a0;", "u4", a)
-    with pytest.raises(NotImplementedError, match=r"wgmma\.fence\.sync\.aligned"):
-        per_thread("wgmma.fence.sync.aligned;", "u4", a)
-    with pytest.raises(NotImplementedError, match=r"mbarrier\.init"):
-        per_thread("mbarrier.init.shared.b64 [%r0], 1;", "u4", a)
-    with pytest.raises(NotImplementedError, match=r"TMA"):
-        per_thread("cp.async.bulk.commit_group;", "u4", a)
+    with pytest.raises(NotImplementedError, match=r"tcgen05\.wait::ld\.sync\.aligned"):
+        per_thread("tcgen05.wait::ld.sync.aligned;", "u4", a)
+    with pytest.raises(NotImplementedError, match=r"wgmma\.mma_async\.sp"):
+        per_thread("wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 %r0, %q0;", "u4", a)
     # Behind a branch that nobody takes it is harmless.
-    got = per_thread("bra L; wgmma.fence.sync.aligned; L: mov.b32 %d, %a0;", "u4", a)
+    got = per_thread("bra L; tcgen05.wait::ld.sync.aligned; L: mov.b32 %d, %a0;", "u4", a)
     assert got.tolist() == [0, 1, 2, 3]
