@@ -1,6 +1,7 @@
 """Gradients of captured arrays, from accumulators: in the PTX interpreter, against NumPy.
 
-The kernel here does what the backward kernel does around them, with dS' read from memory.
+The kernel here does what the backward kernels do around them, with dS' read from memory: accumulators of (queries, keys)
+by `mma.sync`, or turned ones of (keys, queries) by `wgmma`.
 """
 
 import math
@@ -16,7 +17,7 @@ import pytest
 from eqxcute.layers.attention._compiled import compiled
 from eqxcute.layers.attention._config import words_workspace
 from eqxcute.layers.attention._functions import trace_score
-from eqxcute.layers.attention._kernels import bins
+from eqxcute.layers.attention._kernels import bins, hopper
 from eqxcute.layers.attention._kernels.captured import start_captured
 from eqxcute.layers.attention._kernels.matrix import Products, by_rows, coordinates
 
@@ -28,13 +29,13 @@ WARPS = 4
 
 
 class Gradients(eqxcute.Kernel):
-    """score, ds (b, h, q, k): a CTA takes `columns` keys of a batch entry, and all its heads and queries."""
+    """score, ds (b, h, q, k): a CTA takes `columns` keys of a batch entry, and all its heads and queries, `rows` at once."""
 
     derived: Any = eqxcute.static()
     ranks: tuple[int, ...] = eqxcute.static()
     rows: int = eqxcute.static(32)
     columns: int = eqxcute.static(32)
-    down: int = eqxcute.static(2)  # warps that share the rows
+    down: int = eqxcute.static(2)  # warps that share the rows; or 0 for warpgroups, each of 64 keys
     deterministic: bool = eqxcute.static(False)
 
     @property
@@ -60,8 +61,9 @@ class Gradients(eqxcute.Kernel):
         for i in cutlass.range_constexpr(len(targets)):
             bins.clear(stream, targets[i])
         grid = [score.shape[0] * cute.ceil_div(score.shape[3], self.columns), 1, 1]
+        threads = 32 * WARPS if self.down else 2 * self.columns
         self.kernel(score, ds, order, arrays, targets).launch(
-            grid=grid, block=[32 * WARPS, 1, 1], stream=stream
+            grid=grid, block=[threads, 1, 1], stream=stream
         )
         if cutlass.const_expr(self.deterministic):
             for i in cutlass.range_constexpr(len(targets)):
@@ -72,10 +74,16 @@ class Gradients(eqxcute.Kernel):
         tid, _, _ = cute.arch.thread_idx()
         cta = order[cute.arch.block_idx()[0]]
         b, first = cta % score.shape[0], cta // score.shape[0] * self.columns
-        products = Products(cutlass.BFloat16, self.down, WARPS // self.down)
-        at = by_rows(coordinates(products, tid, self.rows, self.columns))
+        if cutlass.const_expr(self.down):
+            products = Products(cutlass.BFloat16, self.down, WARPS // self.down)
+            at = by_rows(coordinates(products, tid, self.rows, self.columns))
+        else:
+            mma = hopper.product(cutlass.BFloat16, self.rows)
+            group, thread = tid // hopper.WARPGROUP, tid % hopper.WARPGROUP
+            at = hopper.by_rows(hopper.coordinates(mma, thread, self.rows))
+            first = first + group * hopper.ROWS
         whole = bind(start(self.derived.code, arrays), b=b)
-        captured = start_captured(*self.derived, targets, at, first)
+        captured = start_captured(*self.derived, targets, at, first, turned=self.down == 0)
         for h in cutlass.range(score.shape[1], unroll=1):
             head = bind(whole, h=h)
             for j in cutlass.range(cute.ceil_div(score.shape[2], self.rows), unroll=1):
@@ -91,19 +99,21 @@ class Gradients(eqxcute.Kernel):
         head: cutlass.Constexpr,
         at,
         given,
-        first_row,
-        first_column,
+        first_query,
+        first_key,
     ):
         score, ds = given
         for r in cutlass.range_constexpr(cute.size(at, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(at, mode=[1])):
-                q, k = first_row + at[r, 0][0], first_column + at[0, c][1]
+                row, column = at[r, 0][0], at[0, c][1]
+                query, key = (row, column) if self.down else (column, row)
+                q, k = first_query + query, first_key + key
                 s, d = cutlass.Float32(0.0), cutlass.Float32(0.0)
                 if (q < score.shape[0]) & (k < score.shape[1]):
                     s, d = score[q, k], ds[q, k]
                 values = results(bind(head, q_idx=q, kv_idx=k, score=s))
                 captured.add(r, c, d != 0.0, d, values)
-        captured.finish_tile(head, first_row)
+        captured.finish_tile(head, first_query)
 
 
 def by_head(slopes, score, b, h, q_idx, kv_idx):
@@ -207,11 +217,15 @@ def order_of(score, columns=32):
     return jnp.arange(score.shape[0] * -(-score.shape[3] // columns), dtype=jnp.int32)
 
 
+def interpreted(kernel, *arguments):
+    return interpret(kernel, *arguments, architecture="sm_80" if kernel.down else "sm_90a")
+
+
 def check(names, *numbers, **options):
     """Against JAX, in float32."""
     kernel, whole, arrays, operands, order = kernel_of(names, **options)
     score, ds = numbers
-    got = interpret(kernel, score, ds, order_of(score, kernel.columns), list(operands))
+    got = interpreted(kernel, score, ds, order_of(score, kernel.columns), list(operands))
     want = expected(whole, arrays, score, ds)
     for x, i in zip(got, order, strict=True):
         assert x.shape == want[i].shape
@@ -223,6 +237,13 @@ def test_gradients():
     check(list(CASES), *numbers())
 
 
+TURNED = {"down": 0, "rows": 24, "columns": 64}
+
+
+def test_gradients_of_turned_accumulators():
+    check(list(CASES), *numbers(), **TURNED)
+
+
 @pytest.mark.slow
 # Warps below and beside each other; a warp with one block of rows and with two; gaps between its blocks of columns.
 @pytest.mark.parametrize(("rows", "columns", "down"), [(64, 32, 4), (32, 64, 1), (64, 32, 2)])
@@ -232,30 +253,44 @@ def test_diagonals_of_every_cut_among_warps(rows, columns, down):
 
 
 @pytest.mark.slow
-def test_what_is_masked_adds_nothing():
-    """Neither to sums nor to memory: its derivative may be NaN."""
-    kernel, *_, operands, _ = kernel_of(list(CASES))
-    score = jnp.full((1, 2, 37, 45), jnp.nan)
-    got = interpret(kernel, score, jnp.zeros_like(score), order_of(score), list(operands))
-    assert all(np.all(np.asarray(x) == 0) for x in got)
-
-
-ORDERED = ["head", "column", "bucket", "pair"]
+# As few blocks of queries as of keys; two warpgroups, and many blocks of queries.
+@pytest.mark.parametrize(("queries", "columns"), [(16, 64), (80, 128)])
+def test_diagonals_of_turned_accumulators(queries, columns):
+    cut = {"down": 0, "rows": queries, "columns": columns}
+    check(["distance"], *numbers((1, 2, 90, 140)), **cut)
 
 
 @pytest.mark.slow
-def test_deterministic_sums_do_not_depend_on_the_order_of_ctas():
-    score, ds = numbers()
-    cut = {"rows": 64, "columns": 16, "down": 4}
-    kernel, whole, arrays, operands, order = kernel_of(ORDERED, deterministic=True, **cut)
+@pytest.mark.parametrize("cut", [{}, TURNED], ids=["", "turned"])
+def test_what_is_masked_adds_nothing(cut):
+    """Neither to sums nor to memory: its derivative may be NaN."""
+    kernel, *_, operands, _ = kernel_of(list(CASES), **cut)
+    score = jnp.full((1, 2, 37, 45), jnp.nan)
     ctas = order_of(score, kernel.columns)
-    got = interpret(kernel, score, ds, ctas, list(operands))
-    again = interpret(kernel, score, ds, ctas[jnp.asarray([4, 0, 5, 2, 1, 3])], list(operands))
+    got = interpreted(kernel, score, jnp.zeros_like(score), ctas, list(operands))
+    assert all(np.all(np.asarray(x) == 0) for x in got)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "cut"),
+    [
+        (["head", "column", "bucket", "pair"], {"rows": 64, "columns": 16, "down": 4}),
+        (["head", "column", "row", "distance", "entry", "pair"], TURNED),
+    ],
+    ids=["", "turned"],
+)
+def test_deterministic_sums_do_not_depend_on_the_order_of_ctas(names, cut):
+    score, ds = numbers()
+    kernel, whole, arrays, operands, order = kernel_of(names, deterministic=True, **cut)
+    ctas = order_of(score, kernel.columns)
+    got = interpreted(kernel, score, ds, ctas, list(operands))
+    again = interpreted(kernel, score, ds, ctas[::-1], list(operands))
     want = expected(whole, arrays, score, ds)
     for x, y, i in zip(got, again, order, strict=True):
-        np.testing.assert_array_equal(x, y, ORDERED[i])
+        np.testing.assert_array_equal(x, y, names[i])
         size = np.abs(want[i]).max()
-        np.testing.assert_allclose(x, want[i], rtol=0, atol=TOLERANCE * size, err_msg=ORDERED[i])
+        np.testing.assert_allclose(x, want[i], rtol=0, atol=TOLERANCE * size, err_msg=names[i])
 
 
 class AddTerms(eqxcute.Kernel):
