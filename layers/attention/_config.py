@@ -132,7 +132,6 @@ class Sm90Backward:
     stages: int = 2  # of queries, and of dO
     ds_stages: int = 1  # of dS: 1, or as many as `stages`, which saves one of two barriers a tile
     late: bool = True  # dV is begun after dS is known: fewer registers
-    ahead: bool = False  # the next tile's scores are begun before this one's dQ is stored
     dk_first: bool = False  # dK is begun before dQ
     bulk: bool = True  # dQ is added by TMA, from shared memory; or by atomics, from registers
 

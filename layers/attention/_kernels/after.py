@@ -93,9 +93,9 @@ class After90:
         padded = cute.ceil_div(length, BEFORE.rows) * (BEFORE.rows // config.tile_q)
         grid = tiles * heads * groups * rows
         if grid > 0:  # an empty grid is a launch error
-            self.kernel(out, layout, sums, scale, (tiles, padded, heads * groups), (dtype, d)).launch(
-                grid=[grid, 1, 1], block=[2 * hopper.WARPGROUP, 1, 1], stream=stream
-            )
+            self.kernel(
+                out, layout, sums, scale, (tiles, padded, heads * groups), (dtype, d)
+            ).launch(grid=[grid, 1, 1], block=[2 * hopper.WARPGROUP, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, out, layout, sums, scale, counts, facts: Constexpr):

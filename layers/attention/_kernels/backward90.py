@@ -228,9 +228,7 @@ class Backward90:
             loads(by_keys(v), of_v, (config.tile_kv, e)),
             loads(by_queries(q), layouts[2], (config.tile_q, d)),
             loads(by_queries(dout), layouts[3], (config.tile_q, e)),
-            stores(
-                by_keys(dk), tile_layout(ROWS, d, dtype, atom=dq_columns(config, d)), (ROWS, d)
-            ),
+            stores(by_keys(dk), tile_layout(ROWS, d, dtype, atom=dq_columns(config, d)), (ROWS, d)),
             stores(by_keys(dv), tile_layout(ROWS, e, dtype), (ROWS, e)),
         )
         plan = self.plan(dtype, d, e)
@@ -327,9 +325,7 @@ class Backward90:
                 tile.iterator, cute.append(tile.layout, cute.make_layout(1), up_to_rank=3)
             )
             shared, array = parts(copies[i], ones, (config.tile_kv, columns), place.n, place.row)
-            start_copies(
-                ring.acquire_and_advance(), ((copies[i].atom, shared, array),), place.tile
-            )
+            start_copies(ring.acquire_and_advance(), ((copies[i].atom, shared, array),), place.tile)
         for g in cutlass.range(heads.shape[1], unroll=1):
             _, line, walk = self.walk(where, g)
             head = place.n * heads.shape[1] + g
@@ -417,7 +413,6 @@ class Backward90:
             tiles=tiles,
             acc_k=acc_k,
             acc_v=acc_v,
-            acc_s=accumulator(of_s, config.tile_q),
             dtype=dtype,
             d=d,
             scale=scale,
@@ -427,30 +422,20 @@ class Backward90:
         scores = start_scores(self.mask, self.score, *arrays, self.derivative)
         first = place.tile * config.tile_kv
         rings[0].make_consumer().wait()
-        soon, now, of_o = [ring.make_consumer() for ring in (rings[2], rings[2], rings[3])]
-        if const_expr(config.ahead):
-            slot = soon.wait_and_advance()
-            multiply(of_s, work.acc_s, work.k, work.q[None, None, None, slot.index], False)
         rings[1].make_consumer().wait()
-        groups = heads.shape[1]
-        for g in cutlass.range(groups, unroll=1):
+        readers = rings[2].make_consumer(), rings[3].make_consumer()
+        for g in cutlass.range(heads.shape[1], unroll=1):
             at_head, line, walk = self.walk(where, g)
             head = self.head(work, bind_head(scores, at_head, rows), first, q_len)
             # Where nothing is to be seen the list says tile 0, and no key is there.
             limit = kv_len if walk.list.count > 0 else Int32(0)
             end = walk.partial if first + config.tile_kv <= kv_len else walk.count
-            left = (groups - 1 - g) + walk.count  # tiles that follow the first, or at least as many as heads do
             for i in cutlass.range(end, unroll=1):
                 at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
-                soon, now, of_o = self.tile(
-                    work, head, (soon, now, of_o), at, limit, left - i > 1, True
-                )
+                readers = self.tile(work, head, readers, at, limit, True)
             for i in cutlass.range(end, walk.count, unroll=1):
                 at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
-                soon, now, of_o = self.tile(
-                    work, head, (soon, now, of_o), at, limit, left - i > 1, False
-                )
-
+                readers = self.tile(work, head, readers, at, limit, False)
         # Both are past their products with k.
         pipeline.NamedBarrier(Barrier.FREE, WARPGROUPS * WARPGROUP).arrive_and_wait()
         to_shared(of_k, thread, acc_k, mine_k, dtype, scale)
@@ -482,24 +467,16 @@ class Backward90:
         readers,
         at,
         limit,
-        more,
         is_partial: Constexpr,
     ):
         """One tile of queries. Groups of products end in the order in which they begin."""
-        config, dtype = self.config, work.dtype
-        soon, now, of_o = readers
-        m0, start = at
-        acc_s = work.acc_s if const_expr(config.ahead) else accumulator(work.of_s, config.tile_q)
-        acc_d = accumulator(work.of_s, config.tile_q)
+        config, (m0, start), (of_q, of_o) = self.config, at, readers
+        acc_s, acc_d = [accumulator(work.of_s, config.tile_q) for _ in range(2)]
         shape = work.of_k.partition_shape_A((ROWS, config.tile_q))
-        p, ds = cute.make_rmem_tensor(shape, dtype), cute.make_rmem_tensor(shape, dtype)
+        p, ds = [cute.make_rmem_tensor(shape, work.dtype) for _ in range(2)]
 
-        slot = now.current_handle()
-        if const_expr(config.ahead):
-            now.advance()
-        else:
-            slot = now.wait_and_advance()
-            multiply(work.of_s, acc_s, work.k, work.q[None, None, None, slot.index], False)
+        slot = of_q.wait_and_advance()
+        multiply(work.of_s, acc_s, work.k, work.q[None, None, None, slot.index], False)
         slot_o = of_o.wait_and_advance()
         multiply(work.of_s, acc_d, work.v, work.dout[None, None, None, slot_o.index], False)
         warpgroup.wait_group(1)
@@ -516,49 +493,26 @@ class Backward90:
             self.share(work, ds, stage)
         if const_expr(config.late):
             multiply(work.of_v, work.acc_v, p, dout_rows, True)
-        q_rows = work.q_rows[None, None, None, slot.index]
+        q_rows, after = work.q_rows[None, None, None, slot.index], 1
         if const_expr(self.deterministic):
             multiply(work.of_k, work.acc_k, ds, q_rows, True)
-            soon = self.begin(work, soon, more)
-            self.finish(slot_o, more, 1)
-            self.finish(slot, more, 0)
         else:
             acc_q = accumulator(work.of_q, dq_columns(config, work.d))
             cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(config.dk_first):
+                after = 0
                 multiply(work.of_k, work.acc_k, ds, q_rows, True)
             self.all_of(Barrier.WRITTEN).arrive_and_wait()
             multiply(work.of_q, acc_q, *self.dq_operands(work, stage), False)
             if const_expr(not config.dk_first):
                 multiply(work.of_k, work.acc_k, ds, q_rows, True)
-            soon = self.begin(work, soon, more)
-            self.finish(slot_o, more, 0 if const_expr(config.dk_first) else 1)
+        warpgroup.wait_group(after)
+        slot_o.release()
+        if const_expr(not self.deterministic):
             self.add(work, acc_q, start)
-            self.finish(slot, more, 0)
-        return soon, now, of_o
-
-    @cute.jit
-    def begin(self, work: Constexpr, soon, more):
-        """Begins the scores of the tile that follows, if one does."""
-        if const_expr(self.config.ahead):
-            if more:
-                slot = soon.wait_and_advance()
-                b = work.q[None, None, None, slot.index]
-                multiply(work.of_s, work.acc_s, work.k, b, False)
-        return soon
-
-    @cute.jit
-    def finish(self, slot, more, after: Constexpr):
-        """Waits for all products but the last `after` and those of the next tile, and lets go of a slot."""
-        if const_expr(self.config.ahead):
-            # Where no tile follows, the wait for fewer does no harm.
-            if more:
-                warpgroup.wait_group(after + 1)
-            else:
-                warpgroup.wait_group(after)
-        else:
-            warpgroup.wait_group(after)
+        warpgroup.wait_group(0)
         slot.release()
+        return of_q, of_o
 
     def all_of(self, barrier: Barrier):
         return pipeline.NamedBarrier(barrier, WARPGROUPS * WARPGROUP)
@@ -571,7 +525,10 @@ class Backward90:
         for c in range(0, columns, 2):
             lse2 = two_of(work.tiles[5], stage, head.at[0, c][1])
             values = [
-                [self.value(work, head, s[r, c + i], r, c + i, m0, limit, is_partial) for r in (0, 1)]
+                [
+                    self.value(work, head, s[r, c + i], r, c + i, m0, limit, is_partial)
+                    for r in (0, 1)
+                ]
                 for i in (0, 1)
             ]
             for r in (0, 1):
@@ -617,7 +574,9 @@ class Backward90:
         config = self.config
         if const_expr(config.ds_stages == 1):
             self.all_of(Barrier.FREE).arrive_and_wait()
-        tile = cute.local_tile(work.tiles[4][None, None, stage], (ROWS, config.tile_q), (work.wg, 0))
+        tile = cute.local_tile(
+            work.tiles[4][None, None, stage], (ROWS, config.tile_q), (work.wg, 0)
+        )
         held = cute.make_tensor(ds.iterator, accumulator_layout(work.of_s, config.tile_q))
         store_held(work.of_s, work.thread, held, tile, work.dtype)
 
@@ -683,7 +642,6 @@ class Work:
     tiles: tuple  # k, v, q, dO, dS, lse2, delta, dQ
     acc_k: Any
     acc_v: Any
-    acc_s: Any
     dtype: type
     d: int
     scale: Float32
