@@ -49,6 +49,9 @@ class Store:
     what: str = "a bulk store"
     until: str = "cp.async.bulk.wait_group"
 
+    def holds(self, at: int) -> bool:
+        return bool((self.at == at).any())
+
 
 class BulkGroups:
     """The stores of one lane."""

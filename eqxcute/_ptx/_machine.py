@@ -14,6 +14,7 @@ from ._memory import LOCAL, LOCAL_BASE, PARAM, REGION_BITS, SHARED, SHARED_BASE,
 from ._parse import Kernel, Module, Sym, parse
 from ._proxy import COLUMNS, MBARRIER, Proxy
 from ._races import Clocks, Race, Shadow
+from ._registers import operands_of, registers_of
 from ._types import UNSIGNED, width
 
 LANES = 2048  # a batch has about so many: enough to make NumPy's overhead small
@@ -50,8 +51,7 @@ class Program:
         self.has_proxy = any(x[0] in ("mbarrier", "wgmma") or "bulk" in x for x in mods)
         self.has_products = any(x[0] == "wgmma" for x in mods)
         if self.has_products:
-            from ._wgmma import registers_of
-
+            self.operands = operands_of(kernel.code)
             self.registers_of = [registers_of(i) for i in kernel.code]
             self.named = [frozenset((*r, *w)) for r, w, _ in self.registers_of]
 
@@ -313,9 +313,8 @@ class Machine:
 
     @property
     def flying(self):
-        """The products in flight, whose registers are watched; None if there are none."""
-        found = None if self.proxy is None else self.proxy.products
-        return found if found is not None and found.all else None
+        """The products in flight, whose registers are watched; None in a kernel without any."""
+        return None if self.proxy is None else self.proxy.products
 
     def leave(self) -> None:
         """The active lanes have reached the end."""
@@ -405,16 +404,21 @@ class Machine:
     def deadlock(self) -> None:
         lines: list[str] = []
         reached: list[int] = []  # instructions at which threads are stuck: there is one at least
-        for instruction in sorted(set(self.waits_at[self.waiting >= 0].tolist())):
-            lanes = np.flatnonzero((self.waiting >= 0) & (self.waits_at == instruction))
+        waits = (self.waiting >= 0) & (self.waiting != MBARRIER)
+        for instruction in sorted(set(self.waits_at[waits].tolist())):
+            lanes = np.flatnonzero(waits & (self.waits_at == instruction))
             reached.append(instruction)
-            lines.append(self._waiters(lanes, instruction))
+            lines.append(self._waiters(lanes, instruction) + self._missing(int(lanes[0])))
         for instruction in sorted(set(self.pc[self.parked].tolist())):
             lanes = np.flatnonzero(self.parked & (self.pc == instruction))
             reached.append(instruction)
             lines.append(self._waiters(lanes, instruction, "for the rest of their warp"))
         stuck = (self.waiting >= 0) | self.parked
         first = int(np.flatnonzero(stuck)[0])
+        if (by_mbarrier := self.waiting == MBARRIER).any():
+            first = int(np.flatnonzero(by_mbarrier)[0])
+            reached.insert(0, int(self.waits_at[first]))
+            lines += self.proxy.stuck(self, int(self.cta_of[first])) if self.proxy else []
         cta = self.cta_of == self.cta_of[first]
         gone = cta & ~self.alive & (self.thread_of < self.launch.threads)
         if gone.any():
@@ -436,6 +440,13 @@ class Machine:
             f"{len(lanes)} of {self.launch.threads} threads of a CTA wait {what} at "
             f"{self.place(instruction)}, the first is {thread}"
         )
+
+    def _missing(self, lane: int) -> str:
+        """What the barrier that a lane waits at lacks."""
+        number, cta = int(self.waiting[lane]), int(self.cta_of[lane])
+        barrier = self.barriers[number]
+        arrived, due = int(barrier.arrived[cta]), int(barrier.expected[cta])
+        return f": barrier {number} has {arrived} of {due} threads"
 
 
 def generic_window(space: str) -> int:

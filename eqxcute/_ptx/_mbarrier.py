@@ -71,7 +71,7 @@ class Mbarrier:
         lanes = np.flatnonzero(proxy.waits_for == self.number)
         proxy.wake(m, lanes)
 
-    def state(self, m) -> str:
+    def state(self) -> str:
         """What is missing, for a message."""
         missing = []
         if self.pending:
@@ -130,7 +130,7 @@ def _arrive(m, barrier: Mbarrier, lanes, rows, number: int, expected: int, drop:
             what = f"an arrival too many: all {barrier.count} are counted"
         else:
             what = "an arrival at an mbarrier whose count is 0"
-        raise Misstep(f"{what}, at {barrier.name(m)}, {barrier.state(m)}", int(rows[0]))
+        raise Misstep(f"{what}, at {barrier.name(m)}, {barrier.state()}", int(rows[0]))
     barrier.bytes += expected
     if barrier.bytes > _MOST_BYTES:
         raise Misstep(f"{barrier.name(m)} expects more than {_MOST_BYTES} bytes", int(rows[0]))
@@ -354,21 +354,3 @@ def _mapa(ins, kernel):
         put(m, get(m))
 
     return run
-
-
-def stuck_waits(m, first_cta: int):
-    """Lines for a deadlock: which warps of a CTA wait for which mbarrier, and what it lacks."""
-    lines, proxy = [], m.proxy
-    waiting = np.flatnonzero((m.waiting == MBARRIER) & (m.cta_of == first_cta))
-    by_number = {b.number: b for b in proxy.barriers.values()}
-    keys = sorted({(int(m.waits_at[i]), int(proxy.waits_for[i])) for i in waiting})
-    for index, number in keys:
-        lanes = waiting[(m.waits_at[waiting] == index) & (proxy.waits_for[waiting] == number)]
-        warps = sorted({int(m.thread_of[i]) >> 5 for i in lanes})
-        barrier = by_number.get(number)
-        what = "an mbarrier that is no more"
-        if barrier is not None:
-            what = f"{barrier.name(m)} (made at {m.place(barrier.made)}), {barrier.state(m)}"
-        names = f"warp {warps[0]}" if len(warps) == 1 else f"warps {', '.join(map(str, warps))}"
-        lines.append(f"{names}: at {m.place(index)}, for {what}")
-    return lines

@@ -9,11 +9,11 @@ flight is found, and a product or a bulk store that would read what it may not s
 import numpy as np
 
 from ._fault import Misstep
+from ._products import CHUNK, Products
 from ._races import ENGINE, ENGINE_CLOCK
 
 COLUMNS = 128  # so many mbarriers may a CTA have
 MBARRIER = 64  # in `Machine.waiting`: for an mbarrier; lower numbers are named barriers
-CHUNK = 16  # bytes; what the engines read and write is a multiple of it
 
 
 class Proxy:
@@ -27,14 +27,14 @@ class Proxy:
         self.writer = np.zeros(size // self.granule, np.int32)  # a lane, plus 1
         self.words = np.zeros(size // 8, bool)  # of 8 bytes: an mbarrier
         self.unfenced = False
-        self.readers: list = []  # whoever reads: each has `at`, `index` and `what`
+        self.readers: list = []  # `Product`s and `Store`s
         self.barriers: dict = {}  # place in the store -> Mbarrier
         self.used: dict = {}  # the same, also of those that are no more
         self.waits_for = np.full(m.lanes, -1, np.int32)  # an mbarrier's number
         self.denied = np.zeros(m.lanes, bool)  # its next try fails, since nothing moves
         self.was_denied: set = set()  # (lane, instruction, mbarrier)
         self.groups: dict = {}  # lane -> BulkGroups
-        self.products = None  # made by the first wgmma
+        self.products = Products() if m.program.has_products else None
 
     # -------------------------------------------------------------- what threads do
 
@@ -155,7 +155,7 @@ class Proxy:
     def in_use(self, m, at: int, total: int, verb: str) -> str:
         described = m.shared.describe(at, total)
         for reader in self.readers:
-            if (reader.at == at // CHUNK * CHUNK).any():
+            if reader.holds(at // CHUNK * CHUNK):
                 return (
                     f"race on {described}: {verb} them while {reader.what} at "
                     f"{m.place(reader.index)} may still read them; {reader.until} comes first"
@@ -175,6 +175,27 @@ class Proxy:
                 self.denied[lane] = found = True
                 self.wake(m, np.array([lane]))
         return found
+
+    def stuck(self, m, cta: int) -> list[str]:
+        """Lines for a deadlock: which warps of a CTA wait for which mbarrier, and what it lacks."""
+        waiting = np.flatnonzero((m.waiting == MBARRIER) & (m.cta_of == cta))
+        by_number = {b.number: b for b in self.barriers.values()}
+        lines = []
+        for index, number in sorted(
+            {(int(m.waits_at[i]), int(self.waits_for[i])) for i in waiting}
+        ):
+            lanes = waiting[(m.waits_at[waiting] == index) & (self.waits_for[waiting] == number)]
+            warps = sorted({int(m.thread_of[i]) >> 5 for i in lanes})
+            what = "an mbarrier that is no more"
+            if (barrier := by_number.get(number)) is not None:
+                made = f"made at {m.place(barrier.made)}"
+                what = f"{barrier.name(m)} ({made}), {barrier.state()}"
+            who = "warp" if len(warps) == 1 else "warps"
+            lines.append(
+                f"{who} {', '.join(map(str, warps))} of CTA {m.name_thread(int(lanes[0]))[0]}, at "
+                f"{m.place(index)}: for {what}"
+            )
+        return lines
 
     def moved(self) -> None:
         """An mbarrier has changed: a wait that failed may be worth another try."""

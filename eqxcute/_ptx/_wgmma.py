@@ -1,12 +1,9 @@
 """wgmma: products of a warpgroup, whose result may be looked at only after a wait.
 
 A product is computed when it starts, and all warpgroups that start one together are computed
-together. Until the `wait_group` that covers it, its accumulators may be neither read nor
-written, its operands in registers not written (a plain `mov` carries the ban along), and its
-operands in shared memory not either.
+together; `_products` knows what may not be touched meanwhile. Products and their sum are exact
+to float64, then rounded once to float32: hardware truncates on the way.
 """
-
-import dataclasses
 
 import numpy as np
 
@@ -14,159 +11,12 @@ from ._access import call_on
 from ._control import joining
 from ._descriptor import matrix, matrix_chunks
 from ._fault import Misstep, Unsupported
-from ._parse import Imm, Mem, Pair, Reg, Tensor, Vec
-from ._proxy import CHUNK
+from ._parse import Imm, Vec
+from ._products import Product
 from ._table import control
 from ._types import reader
 
-_NO_TARGET = ("st", "red", "stmatrix", "cp", "bar", "barrier", "bra", "mbarrier", "setmaxnreg")
 _FLOATS = {"bf16", "f16"}
-
-
-@dataclasses.dataclass(eq=False)
-class Product:
-    """One wgmma of one warpgroup, in flight."""
-
-    results: frozenset  # numbers of registers
-    sources: frozenset
-    owners: int  # bits of the warps that have not waited
-    at: np.ndarray  # chunks of shared memory that all its warps read
-    own: list  # and those of one warp each, its 16 rows
-    index: int
-    lane: int
-    what: str = "a wgmma"
-    until: str = "wgmma.wait_group"
-
-
-class Products:
-    """What is in flight in a batch."""
-
-    def __init__(self, m):
-        self.all: list[Product] = []
-        self.open: dict[int, list] = {}  # warp -> products not committed
-        self.groups: dict[int, list] = {}  # warp -> lists of them
-        self.results: dict[int, int] = {}  # register -> bits of warps
-        self.sources: dict[int, int] = {}
-        self.copies: dict[int, tuple] = {}  # register -> (bits, Product): a mov of a result
-
-    def start(self, m, product: Product, warps) -> None:
-        self.all.append(product)
-        for part in product.own:
-            for at in part:
-                m.proxy.reading[at // CHUNK] += 1
-        m.proxy.start_reading(product)
-        for warp in warps:
-            self.open.setdefault(warp, []).append(product)
-        for table, registers in ((self.results, product.results), (self.sources, product.sources)):
-            for register in registers:
-                table[register] = table.get(register, 0) | product.owners
-
-    def commit(self, m) -> None:
-        for warp in m.running_list:
-            self.groups.setdefault(warp, []).append(self.open.pop(warp, []))
-
-    def wait(self, m, keep: int) -> None:
-        for warp in m.running_list:
-            groups = self.groups.get(warp, [])
-            done = [p for group in groups[: max(len(groups) - keep, 0)] for p in group]
-            self.groups[warp] = groups[max(len(groups) - keep, 0) :]
-            over = []
-            for product in done:
-                product.owners &= ~(1 << warp)
-                over += product.own[warp % 4]
-                if not product.owners:
-                    over.append(product.at)
-                    m.proxy.readers.remove(product)
-            for at in over:
-                m.proxy.stop_reading(m, at, 32 * warp)
-        self.all = [p for p in self.all if p.owners]
-        self.copies = {r: (b & p.owners, p) for r, (b, p) in self.copies.items() if b & p.owners}
-        self.results, self.sources = {}, {}
-        for product in self.all:
-            for table, registers in (
-                (self.results, product.results),
-                (self.sources, product.sources),
-            ):
-                for register in registers:
-                    table[register] = table.get(register, 0) | product.owners
-        for register, (bits, _) in self.copies.items():
-            self.results[register] = self.results.get(register, 0) | bits
-
-    def check(self, m, index: int) -> None:
-        """An instruction is about to run: may it touch the registers that it names?"""
-        named = m.program.named[index]
-        if named.isdisjoint(self.results) and named.isdisjoint(self.sources):
-            return
-        reads, writes, moves = m.program.registers_of[index]
-        running = m.running_bits
-        for register in reads:
-            if not (bits := self.results.get(register, 0) & running):
-                continue
-            if moves:
-                product = self.producer(register, bits)
-                for target in writes:
-                    old = self.copies.get(target, (0, product))[0]
-                    self.copies[target] = old | bits, product
-                    self.results[target] = self.results.get(target, 0) | bits
-                return
-            self.refuse(m, register, bits, "reads an accumulator")
-        for register in writes:
-            if bits := self.results.get(register, 0) & running:
-                self.refuse(m, register, bits, "writes to an accumulator")
-            if bits := self.sources.get(register, 0) & running:
-                self.refuse(m, register, bits, "writes to an operand")
-
-    def producer(self, register: int, bits: int) -> Product:
-        for product in self.all:
-            if product.owners & bits and (register in product.results | product.sources):
-                return product
-        return self.copies[register][1]
-
-    def refuse(self, m, register: int, bits: int, does: str) -> None:
-        product = self.producer(register, bits)
-        warp = (bits & -bits).bit_length() - 1
-        name = m.program.kernel.registers[register].name
-        raise Misstep(
-            f"{does} of a wgmma that is in flight, {name}: it was started at "
-            f"{m.place(product.index)}; wgmma.wait_group comes first",
-            32 * warp,
-        )
-
-
-def products(m) -> Products:
-    if m.proxy.products is None:
-        m.proxy.products = Products(m)
-    return m.proxy.products
-
-
-def registers_of(ins):
-    """(read, written, is a move): numbers of the registers that an instruction names."""
-    if ins.mods[0] == "wgmma":
-        return (), (), False
-    has_target = ins.mods[0] not in _NO_TARGET and ins.args
-    writes = tuple(_registers(ins.args[0])) if has_target else ()
-    reads = [r for arg in ins.args[bool(has_target) :] for r in _registers(arg)]
-    if ins.guard is not None:
-        reads.append(ins.guard.index)
-    moves = ins.mods[0] == "mov" and isinstance(ins.args[1], Reg)
-    return tuple(reads), writes, moves
-
-
-def _registers(arg):
-    if isinstance(arg, Reg):
-        yield arg.index
-    elif isinstance(arg, Vec):
-        for item in arg.items:
-            yield from _registers(item)
-    elif isinstance(arg, Pair):
-        yield from _registers(arg.first)
-        yield from _registers(arg.second)
-    elif isinstance(arg, Mem):
-        yield from _registers(arg.base)
-    elif isinstance(arg, Tensor):
-        yield from _registers(arg.map)
-        for item in arg.coordinates:
-            yield from _registers(item)
 
 
 # ---------------------------------------------------------------- the instructions
@@ -176,15 +26,20 @@ def _registers(arg):
 def _wgmma(ins, kernel):
     which = ins.mods[1]
     if which == "fence":
-        return joining(ins, lambda m: m.clocks.tick(m.running_warps))
+
+        def fence(m):
+            m.clocks.tick(m.running_warps)
+            m.proxy.products.fence(m)
+
+        return joining(ins, fence)
     if which == "commit_group":
-        return joining(ins, lambda m: products(m).commit(m))
+        return joining(ins, lambda m: m.proxy.products.commit(m))
     if which == "wait_group":
         keep = ins.args[0].value
 
         def wait(m):
             m.clocks.tick(m.running_warps)
-            products(m).wait(m, keep)
+            m.proxy.products.wait(m, keep)
 
         return joining(ins, wait)
     if which != "mma_async" or "sp" in ins.mods:
@@ -218,8 +73,9 @@ def _mma(ins):
         if len(lanes) % 128 or (m.thread_of[lanes[::128]] % 128).any():
             raise Misstep("a wgmma of a warpgroup whose threads have left in part", int(lanes[0]))
         heads = lanes[::128]
-        state = products(m)
-        _refuse_operands(m, state, ins, sources, results)
+        state = m.proxy.products
+        kept = _uniform(m, keeps, lanes, "scale-d")
+        state.check_product(m, sources, results, kept.any())
         b_at = _locate(m, ins, get_b, lanes, n, b_transposed)
         a_at = None
         if in_registers:
@@ -229,7 +85,6 @@ def _mma(ins):
             left = _elements(m, a_at, a_name, a_transposed)
         right = _elements(m, b_at, b_name, b_transposed).swapaxes(1, 2)
         total = np.matmul(left, right) * signs
-        kept = _uniform(m, keeps, lanes, "scale-d")
         if kept.any():
             old = _c_of_registers(np.stack([m.R[r] for r in results])[:, lanes], n)
             total = total + np.where(kept[:, None, None], old, np.float32(0))
@@ -251,19 +106,6 @@ def _mma(ins):
             state.start(m, made, range(lane // 32, lane // 32 + 4))
 
     return run
-
-
-def _refuse_operands(m, state: Products, ins, sources, results) -> None:
-    """Accumulators may follow one another; other operands that are in flight may not be read."""
-    running = m.running_bits
-    for register in sources:
-        if bits := state.results.get(register, 0) & running:
-            state.refuse(m, register, bits, "reads an accumulator")
-    for register in results:
-        if bits := state.sources.get(register, 0) & running:
-            state.refuse(m, register, bits, "writes to an operand")
-        if register in state.copies and (bits := state.copies[register][0] & running):
-            state.refuse(m, register, bits, "writes to an accumulator")
 
 
 def _uniform(m, get, lanes, what: str):
