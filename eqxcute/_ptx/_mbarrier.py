@@ -48,14 +48,14 @@ class Mbarrier:
         """Ends the phase if it may end."""
         if self.pending:
             return
+        if self.bytes < 0:
+            raise Misstep(f"{self.name(m)} has got {-self.bytes} bytes more than it expects")
         coming = self.coming
         if coming > self.bytes:
             raise Misstep(
                 f"{self.name(m)} expects {self.bytes} more bytes in phase {self.phase}, and copies "
                 f"of {coming} bytes are on their way to it: the phase ends before they are there"
             )
-        if self.bytes < 0:
-            raise Misstep(f"{self.name(m)} has got {-self.bytes} bytes more than it expects")
         if coming < self.bytes or (coming and not self.asked):
             return
         proxy = m.proxy
