@@ -103,11 +103,12 @@ def test_without_a_wait_there_is_a_race():
         xor.b32 %r1, %at, 512; ld.shared.b32 %r10, [%r1]; {SAVE}""",
         threads=64,
     )
-    assert "race on" in text and "no barrier lies between" in text
+    assert "race on" in text
+    assert "no barrier lies between" in text
 
 
 @pytest.mark.parametrize(
-    "code, words",
+    ("code", "words"),
     [
         (f"{make(33)} mbarrier.arrive.shared::cta.b64 %rd5, [bar]; {wait()}", "1 of 33 arrivals"),
         (f"{make(33)} mbarrier.arrive.shared::cta.b64 %rd5, [bar]; {wait()}", "warp 0 of CTA"),
@@ -145,14 +146,18 @@ def test_two_warps_that_wait_for_each_other_are_both_named():
         threads=64,
     )
     assert "Who waits for what" in text
-    assert "warp 0 of CTA (0, 0, 0)" in text and "warp 1 of CTA (0, 0, 0)" in text
-    assert "1 of 1 arrivals missing" in text and "2 of 2 arrivals missing" in text
-    assert "byte 16384 of shared memory" in text and "byte 16392 of shared memory" in text
+    assert "warp 0 of CTA (0, 0, 0)" in text
+    assert "warp 1 of CTA (0, 0, 0)" in text
+    assert "1 of 1 arrivals missing" in text
+    assert "2 of 2 arrivals missing" in text
+    assert "byte 16384 of shared memory" in text
+    assert "byte 16392 of shared memory" in text
 
 
 def test_a_barrier_of_threads_says_how_many_have_come():
     text = fault("@%warp0 bar.sync 3, 64; @!%warp0 bar.sync 4, 64;", threads=64)
-    assert "barrier 3 has 32 of 64 threads" in text and "barrier 4 has 32 of 64" in text
+    assert "barrier 3 has 32 of 64 threads" in text
+    assert "barrier 4 has 32 of 64" in text
 
 
 def test_a_barrier_used_before_the_threads_have_met():
@@ -199,7 +204,7 @@ def test_a_flat_load():
 
 
 @pytest.mark.parametrize(
-    "code, words",
+    ("code", "words"),
     [
         (f"{make()} {load()} {READ}", "while a bulk copy to them is in flight"),
         (f"{make()} {load()} {READ}", "wait first for the mbarrier at byte 16384"),
@@ -241,8 +246,10 @@ def test_a_ring_of_one_slot():
 
 def test_a_slot_that_nobody_frees():
     text = fault(ring(""), out(), source(), threads=64)
-    assert "warp 0 of CTA (0, 0, 0)" in text and "1 of 1 arrivals missing" in text
-    assert "warp 1 of CTA (0, 0, 0)" in text and "phase 1" in text
+    assert "warp 0 of CTA (0, 0, 0)" in text
+    assert "1 of 1 arrivals missing" in text
+    assert "warp 1 of CTA (0, 0, 0)" in text
+    assert "phase 1" in text
 
 
 def test_a_slot_that_is_filled_again_before_it_is_free():
@@ -274,7 +281,7 @@ def test_a_flat_store_and_a_flat_sum():
 
 
 @pytest.mark.parametrize(
-    "code, words",
+    ("code", "words"),
     [
         (f"{FILL} bar.sync 0; @!%thread0 bra N; {STORE} {DONE} N:", "no proxy fence"),
         (
@@ -325,8 +332,10 @@ def test_a_tensor_map_is_read():
     flags = int(np.frombuffer(data, "u4")[2]) | 0x240000
     assert flags == 0x246532
     found = tensor_map(data)
-    assert found.sizes == (64, 200, 2, 3) and found.strides == (2, 256, 128, 51200)
-    assert found.box == (64, 192, 1, 1) and (found.type, found.span) == ("bf16", 128)
+    assert found.sizes == (64, 200, 2, 3)
+    assert found.strides == (2, 256, 128, 51200)
+    assert found.box == (64, 192, 1, 1)
+    assert (found.type, found.span) == ("bf16", 128)
 
 
 @pytest.mark.parametrize("span", [0, 1, 2, 3])
@@ -383,10 +392,12 @@ def test_descriptors_put_every_element_once():
     """16 columns of a matrix take 16 pieces of 8 rows, wherever they lie."""
     for bits in (0, 1, 2, 3):
         operand = matrix(64 | (128 >> 4) << 16 | (1024 >> 4) << 32 | bits << 62)
-        assert operand.start == 1024 and operand.span == (16, 128, 64, 32)[bits]
+        assert operand.start == 1024
+        assert operand.span == (16, 128, 64, 32)[bits]
         for transposed in (False, True):
             chunks = matrix_chunks(operand, 8, transposed)
-            assert len(np.unique(chunks)) == chunks.size == 16 and not (chunks % 16).any()
+            assert len(np.unique(chunks)) == chunks.size == 16
+            assert not (chunks % 16).any()
     # The first two rows of 128-byte rows: the second's columns are swapped in pairs.
     chunks = matrix_chunks(matrix(64 | 64 << 32 | 1 << 62), 8, False)
     assert chunks[:2].tolist() == [[1024, 1040], [1024 + 144, 1024 + 128]]
@@ -468,7 +479,7 @@ ADD_ONE = "add.f32 %f0, %f0, %f0;"
 
 
 @pytest.mark.parametrize(
-    "code, words",
+    ("code", "words"),
     [
         (f"{operands('')} {product()} {COMMIT} {FINISH}", "no proxy fence: a wgmma reads"),
         (f"{operands()} {product()} {COMMIT} {ADD_ONE}", "reads an accumulator of a wgmma"),

@@ -273,7 +273,8 @@ def test_barriers_that_wait_for_each_other():
     text = fault("""setp.ge.u32 %p1, %r0, 32; @%p1 bra OTHER; bar.sync 1, 64; bra END;
         OTHER: bar.sync 2, 64; END:""", 64)  # fmt: skip
     assert text.count("32 of 64 threads of a CTA") == 2
-    assert "barrier 1 has 32 of 64" in text and "barrier 2 has 32 of 64" in text
+    assert "barrier 1 has 32 of 64" in text
+    assert "barrier 2 has 32 of 64" in text
 
 
 def test_wrong_counts():
