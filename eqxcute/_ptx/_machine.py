@@ -13,7 +13,7 @@ from ._fault import KernelFault, Misstep
 from ._memory import LOCAL, LOCAL_BASE, PARAM, REGION_BITS, SHARED, SHARED_BASE, Banked
 from ._parse import Kernel, Module, Sym, parse
 from ._proxy import COLUMNS, MBARRIER, Proxy
-from ._races import Clocks, Race, Shadow
+from ._races import ENGINE, Clocks, Race, Shadow
 from ._registers import operands_of, registers_of
 from ._types import UNSIGNED, width
 
@@ -388,6 +388,11 @@ class Machine:
         )
 
     def describe_race(self, race: Race, cta, thread) -> str:
+        if race.thread >> 5 >= ENGINE:
+            return (
+                f"{race.what}: a bulk copy wrote them, started at {self.place(race.instruction)}, "
+                f"thread {thread} {race.does} them and has not waited for its mbarrier"
+            )
         per_cta = self.warps * 32
         other_cta = self.coordinates(race.thread // per_cta, self.launch.grid)
         other = self.coordinates(race.thread % per_cta, self.launch.block)

@@ -260,6 +260,23 @@ def test_a_slot_that_is_filled_again_before_it_is_free():
     assert "race on" in text
 
 
+def test_a_wait_for_the_mbarrier_of_another_copy():
+    """Both have landed, since warp 0 waits for both; warp 1 waits for one and reads the other."""
+    other = LOAD.replace("[tile]", "[%r3]").replace("[bar]", "[bar2]")
+    text = fault(
+        f"""@%thread0 mbarrier.init.shared::cta.b64 [bar2], 1; {make()} mov.u32 %r3, tile;
+        add.u32 %r3, %r3, 512; {load()} @!%thread0 bra O;
+        {EXPECT.replace("[bar]", "[bar2]").format(bytes=512)} {other} O:
+        {wait(0, bar="bar2", n=1)} @!%warp0 bra READ; {wait(0, n=2)} bra END;
+        READ: sub.u32 %at, %at, 512; {READ} END:""",
+        np.zeros(64, "u4"),
+        source(),
+        threads=64,
+    )
+    assert "a bulk copy wrote them, started at PTX line" in text
+    assert "thread (32, 0, 0) reads them and has not waited for its mbarrier" in text
+
+
 STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [tile], 512;"
 ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [tile], 512;"
 FENCE = "fence.proxy.async.shared::cta; bar.sync 0;"
@@ -512,6 +529,16 @@ ADD_ONE = "add.f32 %f0, %f0, %f0;"
 def test_what_is_wrong_with_a_product(code, words):
     _, _, in_a, in_b = matrices()
     assert words in fault(code, np.zeros((128, 4), "f4"), in_a, in_b, threads=128)
+
+
+def test_a_write_may_slip_past_the_fence():
+    """The compiler moves arithmetic over a wgmma.fence that stands in its place in the source."""
+    a, b, in_a, in_b = matrices()
+    c = np.zeros((128, 4), "f4")
+    one = " ".join(f"mov.b32 %f{i}, 0f3F000000; add.f32 %f{i}, %f{i}, %f{i};" for i in range(4))
+    code = f"{operands()} {one} {product('%p6')} {COMMIT} {FINISH} {STORE_ACC}"
+    run(code, c, in_a, in_b, threads=128)
+    assert (c == accumulators(1 + a.astype("f4") @ b.astype("f4").T)).all()
 
 
 def test_groups_end_in_order():
