@@ -259,7 +259,7 @@ class BackwardKernel(eqxcute.Kernel):
 
         functions, queries = self.functions, None
         derived = functions.derived(self.wanted)
-        config = self.config or self._tiles(q, v, derived)
+        config = self.config or self._tiles(q, v)
         codes = functions.mask_code, functions.score_code, derived
         if self.deterministic:
             queries = _configured(_config.queries, q, v, self.layout)
@@ -273,9 +273,9 @@ class BackwardKernel(eqxcute.Kernel):
         where = rows, heads, lists, mask_arrays, score_arrays
         kernel(stream, q, k, v, out, lse, dout, dlse, *where, *gradients, workspace, self.scale)
 
-    def _tiles(self, q, v, derived) -> Any:
-        """Hopper's kernel where it has tiles. It makes no gradients of what a score reads."""
-        if _arch.current() == _config.HOPPER and not (derived and derived.reads):
+    def _tiles(self, q, v) -> Any:
+        """Hopper's kernel where it has tiles."""
+        if _arch.current() == _config.HOPPER:
             tile = None if self.layout is None else self.layout.tile
             found = _config.hopper_backward(*_facts(q, v), tile)
             if found is not None:

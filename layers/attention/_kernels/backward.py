@@ -115,7 +115,7 @@ class Backward:
     ):
         lse2, delta, *rest = scratch
         sums = None if const_expr(self.deterministic) else rest[0]
-        targets = self.targets(captured, rest if self.deterministic else ())
+        targets = targets_of(captured, rest if self.deterministic else ())
         backwards = None if const_expr(lists is None) else lists[1]
         Before(BEFORE)(stream, out, dout, lse, dlse, lse2, delta, sums)
         for i in range_constexpr(len(targets)):
@@ -164,11 +164,6 @@ class Backward:
             )
         else:
             After(self.config)(stream, sums, dq, scale)
-
-    def targets(self, captured, words) -> tuple[Target | None, ...]:
-        """Where gradients of the score's arrays are summed."""
-        words = iter(words)
-        return tuple(None if x is None else Target(x, next(words, None)) for x in captured)
 
     @cute.kernel
     def kernel(
@@ -484,6 +479,12 @@ class Backward:
         cute.arch.sync_threads()
         rows = self.config.tile_kv
         store_tile(tid, self.threads, tile, target, rows, target.shape[1], first)
+
+
+def targets_of(captured, words) -> tuple[Target | None, ...]:
+    """Where gradients of the score's arrays are summed."""
+    words = iter(words)
+    return tuple(None if x is None else Target(x, next(words, None)) for x in captured)
 
 
 class Tiles(NamedTuple):

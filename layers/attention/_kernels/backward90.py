@@ -41,7 +41,7 @@ Sources: Shah et al. 2024 (FlashAttention-3), appendix B.1.
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -52,7 +52,10 @@ from cutlass.memory import SmemAllocator
 
 from .._config import BEFORE, Sm80Queries, Sm90Backward
 from .after import After90, dq_columns
+from .backward import targets_of
 from .before import Before
+from .bins import clear, fold
+from .captured import Captured, start_captured
 from .functions import (
     Scores,
     bind_head,
@@ -180,8 +183,12 @@ class Backward90:
     ):
         lse2, delta, *rest = scratch
         sums = None if const_expr(self.deterministic) else rest[0]
+        targets = targets_of(captured, rest if self.deterministic else ())
         forwards, backwards = (None, None) if const_expr(lists is None) else lists
         Before(BEFORE)(stream, out, dout, lse, dlse, lse2, delta, sums)
+        for i in range_constexpr(len(targets)):
+            if const_expr(targets[i] is not None):
+                clear(stream, targets[i])
         self.keys_and_values(
             stream,
             (q, k, v, dout, dk, dv),
@@ -191,9 +198,13 @@ class Backward90:
             backwards,
             mask_arrays,
             score_arrays,
+            targets,
             scale,
         )
         if const_expr(self.deterministic):
+            for i in range_constexpr(len(targets)):
+                if const_expr(targets[i] is not None):
+                    fold(stream, targets[i])
             self.of_queries(
                 stream,
                 q,
@@ -215,7 +226,17 @@ class Backward90:
 
     @cute.jit
     def keys_and_values(
-        self, stream, arrays, numbers, rows, heads, lists, mask_arrays, score_arrays, scale
+        self,
+        stream,
+        arrays,
+        numbers,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        targets,
+        scale,
     ):
         """dK and dV, and sums of dQ unless `deterministic`."""
         q, k, v, dout, dk, dv = arrays
@@ -245,6 +266,7 @@ class Backward90:
                 lists,
                 mask_arrays,
                 score_arrays,
+                targets,
                 scale,
                 (dtype, d, e),
             ).launch(
@@ -264,6 +286,7 @@ class Backward90:
         lists,
         mask_arrays,
         score_arrays,
+        targets,
         scale,
         facts: Constexpr,
     ):
@@ -297,12 +320,13 @@ class Backward90:
         else:
             cute.arch.setmaxregister_increase(plan.role("compute").registers)
             self.compute(
-                (sK, sV, sQ, sO, sdS, lse2, delta, sdQ),
+                Tiles(sK, sV, sQ, sO, sdS, lse2, delta, sdQ),
                 rings,
                 copies[4:],
                 where,
                 (mask_arrays, score_arrays),
                 numbers,
+                targets,
                 scale,
                 facts,
             )
@@ -380,20 +404,20 @@ class Backward90:
         where,
         arrays,
         numbers,
+        targets,
         scale,
         facts: Constexpr,
     ):
         dtype, d, e = facts
         config = self.config
-        sK, sV, sQ, sO, sdS, lse2, delta, sdQ = tiles
         place, rows, heads, _, q_len, kv_len = where
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         of_s = product(dtype, config.tile_q)
         of_k = product(dtype, d, b="MN", registers=True)
         of_v = product(dtype, e, b="MN", registers=True)
-        mine_k = cute.local_tile(sK, (ROWS, d), (wg, 0))
-        mine_v = cute.local_tile(sV, (ROWS, e), (wg, 0))
+        mine_k = cute.local_tile(tiles.k, (ROWS, d), (wg, 0))
+        mine_v = cute.local_tile(tiles.v, (ROWS, e), (wg, 0))
         acc_k, acc_v = accumulator(of_k, d), accumulator(of_v, e)
         acc_k.fill(0.0)
         acc_v.fill(0.0)
@@ -406,10 +430,10 @@ class Backward90:
             of_q=product(dtype, dq_columns(config, d), a="MN", b="MN"),
             k=operand_a(of_s, mine_k),
             v=operand_a(of_s, mine_v),
-            q=operand_b(of_s, sQ),
-            dout=operand_b(of_s, sO),
-            q_rows=operand_b(of_k, transposed(sQ)),
-            dout_rows=operand_b(of_v, transposed(sO)),
+            q=operand_b(of_s, tiles.q),
+            dout=operand_b(of_s, tiles.dout),
+            q_rows=operand_b(of_k, transposed(tiles.q)),
+            dout_rows=operand_b(of_v, transposed(tiles.dout)),
             tiles=tiles,
             acc_k=acc_k,
             acc_v=acc_v,
@@ -421,12 +445,13 @@ class Backward90:
         )
         scores = start_scores(self.mask, self.score, *arrays, self.derivative)
         first = place.tile * config.tile_kv
+        captured = self.start_captured(work, targets, first)
         rings[0].make_consumer().wait()
         rings[1].make_consumer().wait()
         readers = rings[2].make_consumer(), rings[3].make_consumer()
         for g in cutlass.range(heads.shape[1], unroll=1):
             at_head, line, walk = self.walk(where, g)
-            head = self.head(work, bind_head(scores, at_head, rows), first, q_len)
+            head = self.head(work, bind_head(scores, at_head, rows), captured, first, q_len)
             # Where nothing is to be seen the list says tile 0, and no key is there.
             limit = kv_len if walk.list.count > 0 else Int32(0)
             end = walk.partial if first + config.tile_kv <= kv_len else walk.count
@@ -436,6 +461,10 @@ class Backward90:
             for i in cutlass.range(end, walk.count, unroll=1):
                 at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
                 readers = self.tile(work, head, readers, at, limit, False)
+            if const_expr(captured is not None):
+                captured.finish_head(head.scores.derivative)
+        if const_expr(captured is not None):
+            captured.finish(bind_head(scores, place, rows).derivative)
         # Both are past their products with k.
         pipeline.NamedBarrier(Barrier.FREE, WARPGROUPS * WARPGROUP).arrive_and_wait()
         to_shared(of_k, thread, acc_k, mine_k, dtype, scale)
@@ -446,11 +475,25 @@ class Backward90:
             send(outs[0], mine_k, (ROWS, d), place.n, place.row, index)
             send(outs[1], mine_v, (ROWS, e), place.n, place.row, index)
 
-    def head(self, work: "Work", scores: Scores, first, q_len) -> "Head":
+    def start_captured(self, work: "Work", targets, first) -> Captured | None:
+        """None: the score reads nothing that has a gradient."""
+        if self.derived is None or not self.derived.reads:
+            return None
+        return start_captured(
+            *self.derived, targets, self.at(work), first + work.wg * ROWS, turned=True
+        )
+
+    def at(self, work: "Work"):
+        """(key, query) of each element of a thread's scores, by rows."""
+        return by_rows(coordinates(work.of_s, work.thread, self.config.tile_q))
+
+    def head(self, work: "Work", scores: Scores, captured, first, q_len) -> "Head":
         """What is known of a head before its queries: the functions at the thread's keys."""
-        at = by_rows(coordinates(work.of_s, work.thread, self.config.tile_q))
+        at = self.at(work)
         keys = [first + work.wg * ROWS + at[r, 0][0] for r in range(2)]
-        return Head(scores, [bind_scores(scores, kv_idx=key) for key in keys], keys, at, q_len)
+        return Head(
+            scores, [bind_scores(scores, kv_idx=key) for key in keys], keys, at, captured, q_len
+        )
 
     def at_tile(self, work: "Work", j, line, numbers) -> tuple:
         """The first query of a tile, and where its sums begin if this warpgroup adds to them."""
@@ -479,19 +522,24 @@ class Backward90:
         multiply(work.of_s, acc_s, work.k, work.q[None, None, None, slot.index], False)
         slot_o = of_o.wait_and_advance()
         multiply(work.of_s, acc_d, work.v, work.dout[None, None, None, slot_o.index], False)
-        warpgroup.wait_group(1)
-        self.exponentials(work, head, acc_s, p, slot.index, m0, limit, is_partial)
         dout_rows = work.dout_rows[None, None, None, slot_o.index]
-        if const_expr(config.late):
+        late, stages = config.late or head.captured is not None, (slot.index, slot_o.index)
+        if const_expr(head.captured is not None):
             warpgroup.wait_group(0)
+            self.capture(work, head, acc_s, acc_d, p, ds, stages, m0, limit, is_partial)
         else:
-            multiply(work.of_v, work.acc_v, p, dout_rows, True)
             warpgroup.wait_group(1)
-        self.chain(work, acc_s, acc_d, ds, slot_o.index)
+            self.exponentials(work, head, acc_s, p, stages[0], m0, limit, is_partial)
+            if const_expr(late):
+                warpgroup.wait_group(0)
+            else:
+                multiply(work.of_v, work.acc_v, p, dout_rows, True)
+                warpgroup.wait_group(1)
+            self.chain(work, acc_s, acc_d, ds, stages[1])
         stage = slot.index if const_expr(config.ds_stages > 1) else 0
         if const_expr(not self.deterministic):
             self.share(work, ds, stage)
-        if const_expr(config.late):
+        if const_expr(late):
             multiply(work.of_v, work.acc_v, p, dout_rows, True)
         q_rows, after = work.q_rows[None, None, None, slot.index], 1
         if const_expr(self.deterministic):
@@ -523,50 +571,66 @@ class Backward90:
         """P from products: rounded in `p`; in `acc` as it is, or with a score times its slope."""
         s, columns = by_rows(acc), self.config.tile_q // 4
         for c in range(0, columns, 2):
-            lse2 = two_of(work.tiles[5], stage, head.at[0, c][1])
-            values = [
-                [
-                    self.value(work, head, s[r, c + i], r, c + i, m0, limit, is_partial)
-                    for r in (0, 1)
-                ]
-                for i in (0, 1)
-            ]
+            lse2 = two_of(work.tiles.lse2, stage, head.at[0, c][1])
             for r in (0, 1):
                 found = []
                 for i in (0, 1):
-                    value, slope = values[i][r]
+                    value, slopes = self.value(
+                        work, head, s[r, c + i], r, c + i, m0, limit, is_partial
+                    )
                     x = cute.math.exp2(value * work.factor - lse2[i], fastmath=True)
                     found.append(x)
-                    if slope is not None:
+                    if slopes is not None:
                         # Where P is 0 it stays 0: a slope that a masked pair has may be NaN.
-                        x = select(x != 0.0, x * slope, Float32(0.0))
+                        x = select(x != 0.0, x * slopes[0], Float32(0.0))
                     s[r, c + i] = x
                 packed(p, c + r, *found)
 
     def value(self, work, head, x, r: int, c: int, m0, limit, is_partial: bool) -> tuple:
-        """The score of a pair from its product, or -inf, and the score's slope there; None without a score function."""
+        """The score of a pair from its product, or -inf, and the score's slopes there; None without a score function."""
         if self.score is None and not is_partial:
             return x, None
-        query, slope = m0 + head.at[0, c][1], None
+        query, slopes = m0 + head.at[0, c][1], None
         pair = join_scores(head.keys[r], bind_scores(head.scores, q_idx=query))
         if self.score is not None:
             x = x * work.scale
-            slope = derivatives(pair, x)[0]
+            slopes = derivatives(pair, x)
             x = scored(pair, x)
         if is_partial:
             inside = head.indices[r] < limit
             if self.score is not None:  # else P is 0 past the last query, whose lse is infinite
                 inside = inside & (query < head.q_len)
             x = masked(pair, inside, x)
-        return x, slope
+        return x, slopes
 
     def chain(self, work: Constexpr, acc_s, acc_d, ds, stage):
         """dS, rounded, from P, or P times the score's slope, and dP."""
         p, dp, columns = by_rows(acc_s), by_rows(acc_d), self.config.tile_q // 4
         for c in range(0, columns, 2):
-            delta = two_of(work.tiles[6], stage, 2 * (work.thread % 4) + 4 * c)
+            delta = two_of(work.tiles.delta, stage, 2 * (work.thread % 4) + 4 * c)
             for r in (0, 1):
                 packed(ds, c + r, *[p[r, c + i] * (dp[r, c + i] - delta[i]) for i in (0, 1)])
+
+    def capture(self, work, head, acc_s, acc_d, p, ds, stages, m0, limit, is_partial: bool):
+        """P and dS, both rounded, in one go: what is captured needs all of a pair at once."""
+        s, dp, columns = by_rows(acc_s), by_rows(acc_d), self.config.tile_q // 4
+        for c in range(0, columns, 2):
+            lse2 = two_of(work.tiles.lse2, stages[0], head.at[0, c][1])
+            delta = two_of(work.tiles.delta, stages[1], head.at[0, c][1])
+            for r in (0, 1):
+                of_p, of_ds = [], []
+                for i in (0, 1):
+                    value, slopes = self.value(
+                        work, head, s[r, c + i], r, c + i, m0, limit, is_partial
+                    )
+                    x = cute.math.exp2(value * work.factor - lse2[i], fastmath=True)
+                    live, y = x != 0.0, x * (dp[r, c + i] - delta[i])
+                    head.captured.add(r, c + i, live, y, slopes)
+                    of_p.append(x)
+                    of_ds.append(select(live, y * slopes[0], Float32(0.0)))
+                packed(p, c + r, *of_p)
+                packed(ds, c + r, *of_ds)
+        head.captured.finish_tile(head.scores.derivative, m0)
 
     @cute.jit
     def share(self, work: Constexpr, ds, stage):
@@ -575,7 +639,7 @@ class Backward90:
         if const_expr(config.ds_stages == 1):
             self.all_of(Barrier.FREE).arrive_and_wait()
         tile = cute.local_tile(
-            work.tiles[4][None, None, stage], (ROWS, config.tile_q), (work.wg, 0)
+            work.tiles.ds[None, None, stage], (ROWS, config.tile_q), (work.wg, 0)
         )
         held = cute.make_tensor(ds.iterator, accumulator_layout(work.of_s, config.tile_q))
         store_held(work.of_s, work.thread, held, tile, work.dtype)
@@ -583,8 +647,8 @@ class Backward90:
     def dq_operands(self, work, stage) -> tuple:
         """dS and k of a warpgroup's part of dQ: its queries, or all of 64 and its columns."""
         config, columns = self.config, dq_columns(self.config, work.d)
-        ds = transposed(work.tiles[4][None, None, stage])
-        k = transposed(work.tiles[0])
+        ds = transposed(work.tiles.ds[None, None, stage])
+        k = transposed(work.tiles.k)
         if config.tile_q > ROWS:
             ds = cute.local_tile(ds, (ROWS, config.tile_kv), (work.wg, 0))
         else:
@@ -597,7 +661,7 @@ class Backward90:
         size = cute.size(acc)
         if const_expr(start is None):
             both(Barrier.EMPTY + work.wg).arrive_and_wait()
-            mine = work.tiles[7][None, work.wg].iterator + 4 * work.thread
+            mine = work.tiles.dq[None, work.wg].iterator + 4 * work.thread
             layout = cute.make_layout((4, size // 4), stride=(1, 4 * WARPGROUP))
             fours = cute.make_tensor(acc.iterator, cute.make_layout((4, size // 4)))
             cute.autovec_copy(fours, cute.make_tensor(mine.align(16), layout))
@@ -623,6 +687,19 @@ def two_of(numbers, stage, column):
     return cute.make_tensor(start.align(8), cute.make_layout(2)).load()
 
 
+class Tiles(NamedTuple):
+    """In shared memory. Those of queries have a dim of stages, dQ one of warpgroups, or there is none."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    dout: cute.Tensor
+    ds: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    dq: cute.Tensor | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """Of a warpgroup, for all heads: products, their operands in shared memory, accumulators."""
@@ -639,7 +716,7 @@ class Work:
     dout: Any
     q_rows: Any
     dout_rows: Any
-    tiles: tuple  # k, v, q, dO, dS, lse2, delta, dQ
+    tiles: "Tiles"
     acc_k: Any
     acc_v: Any
     dtype: type
@@ -651,10 +728,11 @@ class Work:
 @dataclasses.dataclass(frozen=True)
 class Head:
     """Of a query head: the functions there, and at each of the thread's keys; those keys; the thread's (row, column)s in a
-    tile; how many queries there are."""
+    tile; what is captured; how many queries there are."""
 
     scores: Scores
     keys: list[Scores]
     indices: list[Int32]
     at: Any
+    captured: Captured | None
     q_len: Int32
