@@ -1,8 +1,9 @@
 """mbarriers: phases that end when all arrivals are counted and all bytes have come.
 
 A bulk copy lands as late as it may: when its phase needs nothing else, and someone waits for
-it. A wait that cannot succeed blocks its lanes until the phase ends. When nothing else can
-run, it fails once (`try_wait` may), and if nothing comes of that, it is a deadlock.
+it. The first try for a phase that has not ended fails, as any may: so code that does not look
+is found. The next one blocks its lanes until the phase ends. When nothing else can run, it
+fails once more, and if nothing comes of that, it is a deadlock.
 """
 
 import numpy as np
@@ -281,7 +282,7 @@ def _wait(ins):
         """**Returns:** for each row whether it is done, and whether that is a success."""
         at = _places(m, address, lanes)
         phases = m.spread(phase(m))[lanes].astype(np.int64)
-        success = np.zeros(len(lanes), bool)
+        success, failed = np.zeros((2, len(lanes)), bool)
         proxy = m.proxy
 
         def ended(barrier, rows):
@@ -290,17 +291,19 @@ def _wait(ins):
             return barrier.phase > phases[rows]
 
         for barrier, rows in find(m, at, lanes):
-            if not ended(barrier, rows).all():
+            early = rows[~ended(barrier, rows)]
+            failed[early] = proxy.first_try(lanes[early], ins.index, barrier)
+            if not failed[early].all():
                 barrier.asked = True
                 attempt(rows, lambda b=barrier: b.settle(m))
-            good = rows[ended(barrier, rows)]
+            good = rows[ended(barrier, rows) & ~failed[rows]]
             success[good] = True
             for warp in np.unique(m.warp_of[lanes[good]]).tolist():
                 known = m.clocks.known
                 np.maximum(known[warp], barrier.known, out=known[warp])
-            stuck = lanes[rows[~success[rows]]]
+            stuck = lanes[rows[~success[rows] & ~failed[rows]]]
             proxy.waits_for[stuck] = barrier.number
-        failed = proxy.denied[lanes] & ~success
+        failed |= proxy.denied[lanes] & ~success
         proxy.denied[lanes] = False
         proxy.waits_for[lanes[failed]] = -1
         return success | failed, success

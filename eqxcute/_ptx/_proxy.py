@@ -31,6 +31,7 @@ class Proxy:
         self.barriers: dict = {}  # place in the store -> Mbarrier
         self.used: dict = {}  # the same, also of those that are no more
         self.waits_for = np.full(m.lanes, -1, np.int32)  # an mbarrier's number
+        self.tries = np.full((m.lanes, 3), -1, np.int64)  # instruction, mbarrier, phase of the last
         self.denied = np.zeros(m.lanes, bool)  # its next try fails, since nothing moves
         self.was_denied: set = set()  # (lane, instruction, mbarrier)
         self.groups: dict = {}  # lane -> BulkGroups
@@ -163,6 +164,13 @@ class Proxy:
         return f"race on {described}: {verb} them while they may still be read"
 
     # -------------------------------------------------------------- the end
+
+    def first_try(self, lanes, index: int, barrier) -> np.ndarray:
+        """Which lanes have not tried this wait in this phase yet."""
+        now = np.array([index, barrier.number, barrier.phase])
+        fresh = (self.tries[lanes] != now).any(1)
+        self.tries[lanes] = now
+        return fresh
 
     def unstick(self, m) -> bool:
         """Nothing moves: let waits that may fail do so, once each. **Returns:** is there one?"""

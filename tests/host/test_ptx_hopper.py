@@ -97,6 +97,13 @@ def test_a_wait_that_may_fail_does_where_nothing_else_can_go_on():
     assert (got == 0).all()
 
 
+def test_a_wait_whose_result_nobody_looks_at():
+    """It may fail: then the copy is still in flight."""
+    blind = "mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;"
+    text = fault(f"{make()} {load()} {blind} {READ}", out(), source())
+    assert "reads them while a bulk copy to them is in flight" in text
+
+
 def test_without_a_wait_there_is_a_race():
     text = fault(
         f"""{make(64)} st.shared.b32 [%at], %r0; mbarrier.arrive.shared::cta.b64 %rd5, [bar];
