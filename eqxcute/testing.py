@@ -101,7 +101,9 @@ def interpret(kernel: Kernel, *arguments: Any, architecture: str = "sm_80") -> A
 
     `eqxcute.testing.KernelFault` for an access outside its array, a misaligned or racing one, a read of memory that
     nothing wrote, a barrier that some threads never reach, or an output left unwritten. It names the instruction, the
-    thread and the line of Python. `NotImplementedError` for an instruction that the interpreter does not know.
+    thread and the line of Python. On Hopper also for a wrong number of arrivals or bytes (who waits for what is said),
+    memory or registers touched while a bulk copy or `wgmma` is in flight, and a missing fence. `NotImplementedError`
+    for an instruction that the interpreter does not know: clusters and Blackwell's tensor memory are among them.
     """
     found, plan, operands = _analyse(kernel, arguments)
     outputs = _interpret(found, plan, operands, _arch.check(architecture))
