@@ -277,7 +277,8 @@ class BackwardKernel(eqxcute.Kernel):
         """Hopper's kernel where it has tiles."""
         if _arch.current() == _config.HOPPER:
             tile = None if self.layout is None else self.layout.tile
-            found = _config.hopper_backward(*_facts(q, v), tile)
+            scored = self.functions.score is not None
+            found = _config.hopper_backward(*_facts(q, v), tile, scored=scored)
             if found is not None:
                 return found
         return _configured(_config.backward, q, v, self.layout)

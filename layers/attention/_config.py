@@ -451,10 +451,20 @@ HOPPER_BACKWARD: Final = (
 )
 
 
+# With a score function: its registers come on top.
+HOPPER_SCORED: Final = (((128, 128), Sm90Backward(tile_q=64)),)
+
+
 def hopper_backward(
-    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile | None = None
+    facts: Facts,
+    dim: int,
+    v_dim: int,
+    dtype: str,
+    tile: Tile | None = None,
+    *,
+    scored: bool = False,
 ) -> Sm90Backward | None:
-    """Tiles of Hopper's backward kernel, likewise."""
+    """Tiles of Hopper's backward kernel, likewise. `scored`: with a score function."""
     bits = BITS[dtype]
     if bits != 16:
         return None
@@ -464,7 +474,7 @@ def hopper_backward(
         used = hopper_backward_bytes(config, dim, v_dim, bits)
         return used + BARRIER_BYTES <= facts.smem_bytes
 
-    for widest, config in HOPPER_BACKWARD:
+    for widest, config in HOPPER_SCORED if scored else HOPPER_BACKWARD:
         narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
         divided = tile is None or (tile[0] % config.tile_q == 0 and tile[1] % config.tile_kv == 0)
         if narrow and divided and fits(config):
