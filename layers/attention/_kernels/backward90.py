@@ -34,7 +34,9 @@
     EMPTY      likewise                    TMA has read it
     DONE       a warpgroup                 its part of dK and dV is in shared memory
 
-before.py, after.py, queries.py and walk.py are those of backward.py; after.py knows the order of dQ.
+Deterministic: no dQ here, and so no barrier of both warpgroups in the loop.
+Captured arrays of the score: P, dP and slopes of a pair are needed at once, so exponentials wait for dP too.
+before.py, queries.py and walk.py are those of backward.py; after.py knows this order of dQ.
 
 Sources: Shah et al. 2024 (FlashAttention-3), appendix B.1.
 """
