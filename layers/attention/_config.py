@@ -91,9 +91,13 @@ class Sm90Forward:
     warpgroups: int  # that compute: 64 rows each
     stages: int  # of keys, and of values
     overlap: bool = True  # the next tile's scores are made while this one's softmax runs
+    hidden: int = (
+        2  # of a thread's two rows, those whose exponentials run beside the output's product
+    )
     turns: bool = False  # warpgroups issue their products in turn
+    persistent: bool = False  # a CTA takes tile after tile, and out has memory of its own
     pack: int = 1  # query heads of a kv head that lie in one tile, as rows
-    slack: float = 8.0  # powers of two that a maximum may rise before the output is scaled
+    slack: float = 0.0  # powers of two that a maximum may rise before the output is scaled
 
     @property
     def tile_q(self) -> int:
@@ -390,9 +394,10 @@ def queries(
 
 
 def hopper_forward_bytes(config: Sm90Forward, dim: int, v_dim: int, bits: int) -> int:
-    """Shared memory of Hopper's forward kernel: q, whose place out takes at the end, stages of k and v; not the barriers."""
+    """Shared memory of Hopper's forward kernel: q and out, which may share a place, and stages of k and v; not the barriers."""
     d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
-    rows = config.tile_q * max(d, e) + config.stages * config.tile_kv * (d + e)
+    columns = d + e if config.persistent else max(d, e)
+    rows = config.tile_q * columns + config.stages * config.tile_kv * (d + e)
     return rows * bits // 8
 
 

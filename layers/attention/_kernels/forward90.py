@@ -62,6 +62,7 @@ from .walk import Axis, MapLayout, find_place, find_walk, grid_size, walk_at
 
 TURN = 1  # the first of the named barriers of turns: one a warpgroup
 DONE = 4  # the first of those by which a warpgroup ends
+READ = 7  # all have read q
 
 
 class Forward90:
@@ -278,6 +279,9 @@ class Forward90:
 
         sums = softmax.finish(by_rows(acc_o), top, total, factor)
         self.store_lse(thread, at, sums, lse, place, first, own)
+        if const_expr(d != e):  # rows of out lie where others have rows of q
+            threads = WARPGROUP * config.warpgroups
+            pipeline.NamedBarrier(barrier_id=READ, num_threads=threads).arrive_and_wait()
         mine = cute.local_tile(sO, (ROWS, e), (wg, 0))
         to_shared(of_o, thread, acc_o, mine, dtype)
         pipeline.NamedBarrier(barrier_id=DONE + wg, num_threads=WARPGROUP).arrive_and_wait()
@@ -323,8 +327,9 @@ class Forward90:
         is_partial: Constexpr,
     ):
         """The scores of one tile of keys, and the output of the tile before it; or all of one tile."""
+        config = self.config
         (of_s, of_o), (a_q, b_k, b_v), (acc_o, held, _, _) = products, operands, state
-        acc_s = accumulator(of_s, self.config.tile_kv)
+        acc_s = accumulator(of_s, config.tile_kv)
         slot_k = of_k.wait_and_advance()
         if const_expr(turns is not None):
             turns[0].arrive_and_wait()
@@ -333,10 +338,11 @@ class Forward90:
         multiply(of_o, acc_o, held, b_v[None, None, None, slot_v.index], True)
         if const_expr(turns is not None):
             turns[1].arrive()
-        if const_expr(self.config.overlap):
+        if const_expr(config.overlap):
             warpgroup.wait_group(1)
             slot_k.release()
             shrink = self.softmax(acc_s, state, context, j, is_partial)
+            finish_before_wait(state[3], config.hidden)
             warpgroup.wait_group(0)
             slot_v.release()
         else:
@@ -390,3 +396,15 @@ class Forward90:
                     g, query = place.g + row % pack, first + row // pack
                 if query < lse.shape[3]:
                     lse[place.row, place.n, g, query] = sums[i]
+
+
+@cute.jit
+def finish_before_wait(total, rows: Constexpr):
+    """Keeps ptxas from moving the exponentials of so many rows behind the wait that follows, where no product of this
+    warpgroup hides them: a store of their sum, if it is negative, is ordered before the wait."""
+    for r in range_constexpr(rows):
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; .reg .u32 a; mov.u32 a, 0; setp.lt.f32 p, {$r0}, 0f00000000; "
+            "@p st.shared.f32 [a], {$r0}; }",
+            read_only_args=[total[r]],
+        )

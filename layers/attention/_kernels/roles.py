@@ -18,6 +18,7 @@ from cutlass import Constexpr
 
 REGISTERS = 65536  # of an SM
 WARPGROUP_WARPS = 4
+MAILS = 2  # slots of a mailbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,19 @@ class Plan:
             producer_group=group(1),
             consumer_group=group(self.role(ring.readers).warps),
             tx_count=ring.bytes,
+            defer_sync=True,
+        )
+
+    def make_mailbox(self, readers: str):
+        """A ring of `MAILS` slots that one warp fills by plain stores, and all warps of a role read."""
+
+        def group(arrivals):
+            return pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals)
+
+        return pipeline.PipelineAsync.create(
+            num_stages=MAILS,
+            producer_group=group(1),
+            consumer_group=group(self.role(readers).warps),
             defer_sync=True,
         )
 

@@ -68,6 +68,22 @@ def find_place(
     """The CTA's `Place`. Without `each_query_head` there is a CTA for each kv head, and `g` is 0; with `pack` there is one
     for so many query heads beside each other, and `g` is the first."""
     x, _, _ = cute.arch.block_idx()
+    return place_at(x, own, length, heads, rows, lists, layout, each_query_head, pack)
+
+
+@cute.jit
+def place_at(
+    x,
+    own: Constexpr,
+    length,
+    heads: cute.Tensor,
+    rows: cute.Tensor,
+    lists,
+    layout: Constexpr,
+    each_query_head: Constexpr,
+    pack: Constexpr = 1,
+):
+    """The `Place` of the `x`-th CTA."""
     tiles, groups = own.count(length), heads.shape[1] if const_expr(each_query_head) else Int32(1)
     if const_expr(pack > 1):
         groups = groups // pack
