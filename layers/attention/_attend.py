@@ -96,7 +96,12 @@ class ForwardKernel(eqxcute.Kernel):
     def out_dtypes(self, q, k, v, *rest):
         return v.dtype, jnp.float32
 
-    def launch(self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse):
+    def workspace(self, *arguments):
+        return (jax.ShapeDtypeStruct((1,), jnp.int32),)  # how many tiles are taken
+
+    def launch(
+        self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, counter
+    ):
         from ._kernels.forward import Forward
         from ._kernels.forward90 import Forward90
 
@@ -104,13 +109,14 @@ class ForwardKernel(eqxcute.Kernel):
         config = self.config or self._tiles(q, v)
         codes = functions.mask_code, functions.score_code
         if isinstance(config, _config.Sm90Forward):
-            kernel = Forward90(config, *codes, self.layout)
+            kernel, scratch = Forward90(config, *codes, self.layout), (counter,)
         else:
-            kernel = Forward(config, *codes, self.layout, _passes(self.precision))
+            kernel, scratch = Forward(config, *codes, self.layout, _passes(self.precision)), ()
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
         lists = None if lists is None else lists[0]
-        kernel(stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, self.scale)
+        where = rows, heads, lists, mask_arrays, score_arrays
+        kernel(stream, q, k, v, *where, out, lse, *scratch, self.scale)
 
     def _tiles(self, q, v) -> Any:
         """Hopper's kernel where it has tiles."""

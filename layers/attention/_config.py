@@ -401,6 +401,7 @@ def hopper_forward_bytes(config: Sm90Forward, dim: int, v_dim: int, bits: int) -
     return rows * bits // 8
 
 
+SMS: Final = 132  # multiprocessors of an H100 or H200: CTAs of persistent kernels
 BARRIER_BYTES: Final = 1024  # more than any kernel's barriers take
 HOPPER: Final = "sm_90a"  # only it has `wgmma`
 

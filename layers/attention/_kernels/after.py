@@ -120,3 +120,4 @@ class After90:
         cute.arch.sync_threads()
         if warp == 0:
             hopper.send(out, whole, (config.tile_q, d), line % heads, line // heads, tile)
+            hopper.sent()

@@ -88,6 +88,7 @@ from .hopper import (
     parts,
     product,
     send,
+    sent,
     store_held,
     stores,
     tile_layout,
@@ -476,6 +477,7 @@ class Backward90:
             index = place.tile * WARPGROUPS + wg
             send(outs[0], mine_k, (ROWS, d), place.n, place.row, index)
             send(outs[1], mine_v, (ROWS, e), place.n, place.row, index)
+            sent()
 
     def start_captured(self, work: "Work", targets, first) -> Captured | None:
         """None: the score reads nothing that has a gradient."""

@@ -9,13 +9,17 @@
 
     ring   stages     full                     empty
     ----   --------   ----------------------   ---------------------------
-    q      1          its bytes                never: loaded once
+    q      1          its bytes                one arrival a computing warp
     k, v   `stages`   their bytes              one arrival a computing warp
+
+    `persistent`: there are as many CTAs as multiprocessors, each of which takes one tile after the other. Which one is
+    next is counted in memory, asked for by the loading warp, and posted to the others; so the loads of the next tile
+    begin while this one ends
 
     compute, `overlap`:   S_0 | softmax_0 |  S_1, O += P_0 V_0  | softmax_1 | S_2, O += P_1 V_1 ...
                                                  \\ softmax_1 begins when S_1 is there, while P_0 V_0 still runs
 
-    end        out through the memory of q, whose rows nobody else reads, by TMA
+    end        out by TMA, through the memory of q, whose rows nobody else reads, or its own if `persistent`
 
 Registers hold S (64 x `tile_kv`), P, rounded, and O: `tile_kv` / 2 + `tile_kv` / 4 + v_dim / 2 a thread.
 
@@ -26,11 +30,11 @@ softmax; the maximum that may lag behind is from FlashAttention-4.
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Constexpr, Float32, const_expr, range_constexpr
+from cutlass import Constexpr, Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from .._config import Sm90Forward
+from .._config import SMS, Sm90Forward
 from . import softmax
 from .functions import bind_head, bind_scores, masked, pairs, scored, start_scores
 from .hopper import (
@@ -51,14 +55,15 @@ from .hopper import (
     product,
     rounded,
     send,
+    sent,
     stores,
     tile_layout,
     to_shared,
     transposed,
 )
 from .matrix import LOG2_E, width
-from .roles import Plan, Ring, Role, start_copies, start_rings
-from .walk import Axis, MapLayout, find_place, find_walk, grid_size, walk_at
+from .roles import MAILS, Plan, Ring, Role, start_copies, start_rings
+from .walk import Axis, MapLayout, find_walk, grid_size, place_at, walk_at
 
 TURN = 1  # the first of the named barriers of turns: one a warpgroup
 DONE = 4  # the first of those by which a warpgroup ends
@@ -93,7 +98,20 @@ class Forward90:
 
     @cute.jit
     def __call__(
-        self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, scale
+        self,
+        stream,
+        q,
+        k,
+        v,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        out,
+        lse,
+        counter,
+        scale,
     ):
         config, dtype = self.config, q.element_type
         dim, v_dim = q.shape[4], v.shape[3]
@@ -111,11 +129,18 @@ class Forward90:
             stores(by_queries(out, config.pack), tile_layout(ROWS, v_dim, dtype), (ROWS, e)),
         )
         plan = self.plan(dtype, dim, v_dim)
-        grid = grid_size(
+        works = grid_size(
             self.queries, q.shape[1], heads.shape[0] * (heads.shape[1] // config.pack), rows
         )
+        grid = works
+        if const_expr(config.persistent):
+            grid = cutlass.min(works, SMS)
+            if works > grid:
+                self.reset(counter).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=stream)
         if grid > 0:  # an empty grid is a launch error
             self.kernel(
+                works,
+                counter,
                 q.shape[1],
                 k.shape[1],
                 copies,
@@ -136,8 +161,14 @@ class Forward90:
             )
 
     @cute.kernel
+    def reset(self, counter):
+        counter[0] = Int32(0)
+
+    @cute.kernel
     def kernel(
         self,
+        works,
+        counter,
         q_len,
         kv_len,
         copies,
@@ -155,50 +186,88 @@ class Forward90:
         config, plan = self.config, self.plan(*facts)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = SmemAllocator()
-        # The memory of q is that of out at the end.
-        columns = max(d, e)
+        # Where a CTA makes one tile, the memory of q is that of out at the end.
+        columns = d if const_expr(config.persistent) else max(d, e)
         room = shared.allocate_tensor(dtype, cute.make_layout(config.tile_q * columns), 1024)
         sQ = at_pointer(room.iterator, layouts[0], dtype)
-        sO = at_pointer(room.iterator, layouts[3], dtype)
+        if const_expr(config.persistent):
+            sO = allocate(shared, layouts[3], dtype)
+        else:
+            sO = at_pointer(room.iterator, layouts[3], dtype)
         sK, sV = allocate(shared, layouts[1], dtype), allocate(shared, layouts[2], dtype)
         plan.count("q", sQ[None, None, 0])
         plan.count("k", sK[None, None, 0])
         plan.count("v", sV[None, None, 0])
         rings = tuple(plan.make(name) for name in ("q", "k", "v"))
+        mail = numbers = None
+        if const_expr(config.persistent):
+            mail = plan.make_mailbox("compute")
+            numbers = shared.allocate_tensor(Int32, cute.make_layout(MAILS), 16)
         start_rings()
 
-        place = find_place(self.queries, q_len, heads, rows, lists, self.layout, True, config.pack)
-        walk = find_walk(self.queries, self.keys, place, kv_len, rows, lists, self.layout)
+        x, _, _ = cute.arch.block_idx()
+        where = (q_len, kv_len, rows, heads, lists)
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.role("load").registers)
             if warp == 0:
-                # Heads of the views: kv heads, and as many parts of their query heads as are packed.
-                of_q = (place.n * heads.shape[1] + place.g) // config.pack
-                self.load(copies, (sQ, sK, sV), rings, place, walk, of_q, d, e)
+                loaded = [ring.make_producer() for ring in rings]
+                if const_expr(config.persistent):
+                    posts = mail.make_producer()
+                    while x < works:
+                        following = self.next_work(counter)
+                        post = posts.acquire_and_advance()
+                        if cute.arch.lane_idx() == 0:
+                            numbers[post.index] = following
+                        cute.arch.sync_warp()
+                        post.commit()
+                        loaded = self.load(x, copies, (sQ, sK, sV), loaded, where, facts)
+                        x = following
+                else:
+                    self.load(x, copies, (sQ, sK, sV), loaded, where, facts)
         else:
             cute.arch.setmaxregister_increase(plan.role("compute").registers)
-            self.compute(
-                (sQ, sK, sV, sO),
-                rings,
-                copies[3],
-                (place, walk, kv_len),
-                rows,
-                heads,
-                mask_arrays,
-                score_arrays,
-                lse,
-                scale,
-                facts,
-            )
+            read = [ring.make_consumer() for ring in rings]
+            tiles = (sQ, sK, sV, sO)
+            rest = (copies[3], mask_arrays, score_arrays, lse, scale)
+            if const_expr(config.persistent):
+                posts = mail.make_consumer()
+                while x < works:
+                    read = self.compute(x, tiles, read, where, rest, facts)
+                    post = posts.wait_and_advance()
+                    x = numbers[post.index]
+                    post.release()
+            else:
+                self.compute(x, tiles, read, where, rest, facts)
+            if warp % 4 == 0:
+                sent()
 
     @cute.jit
-    def load(self, copies, tiles, rings, place, walk, of_q, d: Constexpr, e: Constexpr):
+    def next_work(self, counter):
+        """Which tile this CTA takes after the one it has: the grid has the first ones."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+
+    def find(self, x, where):
+        """The place and the walk of a tile, and its head in views of queries: kv heads, and in each as many parts of its
+        query heads as are packed."""
+        q_len, kv_len, rows, heads, lists = where
+        pack = self.config.pack
+        place = place_at(x, self.queries, q_len, heads, rows, lists, self.layout, True, pack)
+        walk = find_walk(self.queries, self.keys, place, kv_len, rows, lists, self.layout)
+        return place, walk, (place.n * heads.shape[1] + place.g) // pack
+
+    @cute.jit
+    def load(self, x, copies, tiles, rings, where, facts: Constexpr):
+        _, d, e = facts
         config = self.config
+        place, walk, head = self.find(x, where)
         sQ, sK, sV = tiles
-        qs, qg = parts(copies[0], sQ, (config.tile_q, d), of_q, place.row)
+        qs, qg = parts(copies[0], sQ, (config.tile_q, d), head, place.row)
         ks, kg = parts(copies[1], sK, (config.tile_kv, d), place.n, place.row)
         vs, vg = parts(copies[2], sV, (config.tile_kv, e), place.n, place.row)
-        of_q, of_k, of_v = [ring.make_producer() for ring in rings]
+        of_q, of_k, of_v = rings
         slot = of_q.acquire_and_advance()
         start_copies(slot, ((copies[0].atom, qs, qg),), place.tile)
         for i in cutlass.range(walk.count, unroll=1):
@@ -207,28 +276,20 @@ class Forward90:
             start_copies(slot, ((copies[1].atom, ks, kg),), j)
             slot = of_v.acquire_and_advance()
             start_copies(slot, ((copies[2].atom, vs, vg),), j)
+        return [of_q, of_k, of_v]
 
     @cute.jit
-    def compute(
-        self,
-        tiles,
-        rings,
-        out: Constexpr,
-        where,
-        rows,
-        heads,
-        mask_arrays,
-        score_arrays,
-        lse,
-        scale,
-        facts: Constexpr,
-    ):
+    def compute(self, x, tiles, rings, where, rest: Constexpr, facts: Constexpr):
+        """One tile of queries, from its scores to its output."""
         dtype, d, e = facts
         config = self.config
         sQ, sK, sV, sO = tiles
-        place, walk, kv_len = where
+        _, kv_len, rows, heads, _ = where
+        out, mask_arrays, score_arrays, lse, scale = rest
+        place, walk, of_heads = self.find(x, where)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = warp // 4 - 1
         of_s = product(dtype, config.tile_kv)
         of_o = product(dtype, e, b="MN", registers=True)
         operands = (
@@ -257,8 +318,8 @@ class Forward90:
             turns = self.turns(wg)
             if wg == 0:
                 turns[0].arrive()
-        of_k, of_v = rings[1].make_consumer(), rings[2].make_consumer()
-        rings[0].make_consumer().wait()
+        of_q, of_k, of_v = rings
+        slot_q = of_q.wait_and_advance()
         acc_s = accumulator(of_s, config.tile_kv)
         slot = of_k.wait_and_advance()
         multiply(of_s, acc_s, operands[0], operands[1][None, None, None, slot.index], False)
@@ -273,22 +334,31 @@ class Forward90:
         for i in cutlass.range(walk.partial, walk.count, unroll=1):
             j = walk_at(walk, self.keys, i)
             of_k, of_v = self.tile(of_k, of_v, turns, products, operands, state, context, j, False)
+        slot_q.release()
         slot = of_v.wait_and_advance()
         multiply(of_o, acc_o, held, operands[2][None, None, None, slot.index], True)
         warpgroup.wait_group(0)
+        slot.release()
 
         sums = softmax.finish(by_rows(acc_o), top, total, factor)
         self.store_lse(thread, at, sums, lse, place, first, own)
-        if const_expr(d != e):  # rows of out lie where others have rows of q
+        done = pipeline.NamedBarrier(barrier_id=DONE + wg, num_threads=WARPGROUP)
+        if const_expr(
+            config.persistent
+        ):  # the memory of out may still be read, for the tile before
+            if warp % 4 == 0:
+                sent()
+            done.arrive_and_wait()
+        elif const_expr(d != e):  # rows of out lie where others have rows of q
             threads = WARPGROUP * config.warpgroups
             pipeline.NamedBarrier(barrier_id=READ, num_threads=threads).arrive_and_wait()
         mine = cute.local_tile(sO, (ROWS, e), (wg, 0))
         to_shared(of_o, thread, acc_o, mine, dtype)
-        pipeline.NamedBarrier(barrier_id=DONE + wg, num_threads=WARPGROUP).arrive_and_wait()
-        if thread < 32:
-            of_q = (place.n * heads.shape[1] + place.g) // config.pack
+        done.arrive_and_wait()
+        if warp % 4 == 0:
             index = place.tile * config.warpgroups + wg
-            send(out, mine, (ROWS, e), of_q, place.row, index)
+            send(out, mine, (ROWS, e), of_heads, place.row, index)
+        return [of_q, of_k, of_v]
 
     def turns(self, wg) -> tuple:
         """Barriers: mine, and that of the next warpgroup."""

@@ -195,9 +195,14 @@ def store_held(mma, thread, held, tile, dtype) -> None:
     cute.copy(copies, copies.retile(held), copies.partition_D(tile))
 
 
+def sent() -> None:
+    """Waits, in the warp that sent, until the memory of what it sent may be written again or go."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
 @cute.jit
 def send(copies: Copies, tile, shape: Constexpr, head, row, index):
-    """Stores a tile as number `index` of a head, by one warp, and waits until its memory may be written again."""
+    """Starts to store a tile as number `index` of a head, by one warp."""
     array = cute.local_tile(copies.array[None, None, head, row], shape, (index, 0))
     source, target = cpasync.tma_partition(
         copies.atom,
@@ -208,7 +213,6 @@ def send(copies: Copies, tile, shape: Constexpr, head, row, index):
     )
     cute.copy(copies.atom, source, target)
     cute.arch.cp_async_bulk_commit_group()
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def accumulator_layout(mma, n: int):
