@@ -69,9 +69,14 @@ def _scaled_up(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
     return -q, -scale
 
 
+def padded_dims(*arrays: jax.Array) -> tuple[int, ...]:
+    """The last dims as kernels have them: multiples of 8, at least 8."""
+    return tuple(max(8, -(-x.shape[-1] // 8) * 8) for x in arrays)
+
+
 def _padded(x: jax.Array) -> jax.Array:
-    """The last dim a multiple of 8, at least 8: zeros change no product."""
-    more = max(8, -(-x.shape[-1] // 8) * 8) - x.shape[-1]
+    """Zeros change no product."""
+    more = padded_dims(x)[0] - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
@@ -120,13 +125,13 @@ class ForwardKernel(eqxcute.Kernel):
 
     def _tiles(self, q, v) -> Any:
         """Hopper's kernel where it has tiles."""
+        tile = None if self.layout is None else self.layout.tile
         if _arch.current() == _config.HOPPER:
-            tile = None if self.layout is None else self.layout.tile
             found = _config.hopper_forward(*_facts(q, v), tile)
             if found is not None:
                 return found
         tiles = functools.partial(_config.forward, costly=self.functions.costly_score)
-        return _configured(tiles, q, v, self.layout)
+        return _configured(tiles, q, v, tile)
 
     def reference(self, q, k, v, rows, heads, lists, mask_arrays, score_arrays):
         plan = _plan(self, q, k, v)
@@ -268,7 +273,8 @@ class BackwardKernel(eqxcute.Kernel):
         config = self.config or self._tiles(q, v)
         codes = functions.mask_code, functions.score_code, derived
         if self.deterministic:
-            queries = _configured(_config.queries, q, v, self.layout)
+            tile = None if self.layout is None else self.layout.tile
+            queries = _configured(_config.queries, q, v, tile)
         if isinstance(config, _config.Sm90Backward):
             kernel = Backward90(config, *codes, self.layout, self.deterministic, queries)
         else:
@@ -281,13 +287,13 @@ class BackwardKernel(eqxcute.Kernel):
 
     def _tiles(self, q, v) -> Any:
         """Hopper's kernel where it has tiles."""
+        tile = None if self.layout is None else self.layout.backward_tile
         if _arch.current() == _config.HOPPER:
-            tile = None if self.layout is None else self.layout.tile
             scored = self.functions.score is not None
             found = _config.hopper_backward(*_facts(q, v), tile, scored=scored)
             if found is not None:
                 return found
-        return _configured(_config.backward, q, v, self.layout)
+        return _configured(_config.backward, q, v, tile)
 
     def reference(
         self, q, k, v, out, lse, dout, dlse, rows, heads, lists, mask_arrays, score_arrays
@@ -343,11 +349,10 @@ def _facts(q, v) -> tuple[_arch.Facts, int, int, str]:
     return _arch.ARCHITECTURES[_arch.current()], q.shape[-1], v.shape[-1], dtype
 
 
-def _configured(choose, q, v, layout: MapLayout | None) -> Any:
+def _configured(choose, q, v, tile: tuple[int, int] | None) -> Any:
     """What `choose` of `_config.py` says of CuTe's tensors."""
     facts = _facts(q, v)
-    tile = _config.MAP_TILE if layout is None else layout.tile
-    found = choose(*facts, tile)
+    found = choose(*facts, tile or _config.MAP_TILE)
     if found is None:
         _, dim, v_dim, dtype = facts
         raise ArchitectureError(

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from eqxcute._arch import Facts
+from eqxcute._arch import ARCHITECTURES, Facts
 from eqxcute._fallback import platform
 
 
@@ -173,6 +173,13 @@ class MapLayout:
     has_b: bool
     has_h: bool
     tile: tuple[int, int]  # of the map: queries, keys
+    backward: tuple[int, int] | None = (
+        None  # of the lists of keys' tiles, where they are of another map
+    )
+
+    @property
+    def backward_tile(self) -> tuple[int, int]:
+        return self.backward or self.tile
 
 
 def backward_workspace(
@@ -411,9 +418,12 @@ def _hopper(widest: int, widest_v: int, tile_kv: int, warpgroups: int, stages: i
     return (widest, widest_v), config
 
 
+# Dim 64 is bound by exponentials: three warpgroups, whose softmax runs beside their products. From 96 on two warpgroups
+# hide each other's: see CONTRIBUTING.md.
 HOPPER_FORWARD: Final = (
-    _hopper(64, 64, 128, 2, 2),
-    _hopper(128, 128, 128, 2, 2),
+    _hopper(64, 64, 128, 3, 2, hidden=2, persistent=True),
+    _hopper(64, 64, 128, 2, 2, hidden=2, persistent=True),
+    _hopper(128, 128, 128, 2, 2, persistent=True),
     _hopper(192, 128, 128, 2, 2),
     _hopper(256, 256, 64, 2, 2),
 )
@@ -486,6 +496,17 @@ def hopper_backward(
         if narrow and divided and fits(config):
             return config
     return None
+
+
+def map_tile(architecture: str | None, dim: int, v_dim: int, dtype: str) -> Tile:
+    """Queries and keys in a tile of the map that is made for a forward kernel. `architecture`: None where it is not known."""
+    if architecture != HOPPER or dtype not in BITS:
+        return MAP_TILE
+    found = hopper_forward(ARCHITECTURES[HOPPER], dim, v_dim, dtype)
+    if found is None:
+        return MAP_TILE
+    queries, keys = MAP_TILE
+    return -(-queries // found.tile_q) * found.tile_q, -(-keys // found.tile_kv) * found.tile_kv
 
 
 def grid_tiles(heads: int, lengths: tuple[int, int], tile: Tile) -> tuple[int, int]:

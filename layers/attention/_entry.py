@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eqxcute import ArchitectureError, _arch
 from eqxcute._fallback import choose
 from eqxcute.inline import Program
 
@@ -215,19 +216,37 @@ def _by_kernel(
             jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x for x in mask_captured
         ]
         mask_function, mask_arrays = compiled(mask_program, mask_captured)
+        backward = None
         if tiles is None:
-            sizes = Sizes(q_len, k.shape[-3], math.prod(batch), kv_heads * group, MAP_TILE)
+            tile = _map_tile(q, v)
+            sizes = Sizes(q_len, k.shape[-3], math.prod(batch), kv_heads * group, tile)
             sizes = sizes._replace(depends=depends_on(mask_program.code))
-            pair = lists_of(mask_program, mask_captured, sizes, kernel=True, both=False)
+            made = mask_program, mask_captured
+            pair = lists_of(*made, sizes, kernel=True, both=False)
+            if tile != MAP_TILE:  # the backward kernels have others
+                backward = MAP_TILE
+                _, other = lists_of(*made, sizes._replace(tile=backward), kernel=True)
+                pair = pair[0], other
         else:
             _check_tiles_of_kernel(tiles)
             sizes, pair = tiles, (tiles.forward, tiles.backward)
-        layout = MapLayout((), "b" in sizes.depends, "h" in sizes.depends, sizes.tile)
+        layout = MapLayout((), "b" in sizes.depends, "h" in sizes.depends, sizes.tile, backward)
         lists = tuple(None if x is None else _arrays_of(x) for x in pair)
     if score_program is not None:
         score_function, score_arrays = compiled(score_program, score_captured)
     functions, arrays = Functions(mask_function, score_function), (mask_arrays, score_arrays)
     return _attend.attend(q, k, v, functions, arrays, lists, layout, **settings)
+
+
+def _map_tile(q: jax.Array, v: jax.Array) -> tuple[int, int]:
+    try:
+        architecture = _arch.current()
+    except (
+        ArchitectureError
+    ):  # it is only known when the call is lowered, and any kernel takes these
+        return MAP_TILE
+    dim, v_dim = _attend.padded_dims(q, v)
+    return _config.map_tile(architecture, dim, v_dim, q.dtype.name)
 
 
 def _arrays_of(lists: TileLists) -> tuple[jax.Array, ...]:

@@ -82,7 +82,7 @@ class Backward:
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
         self.derived, self.passes, self.deterministic = derived, passes, deterministic
         self.derivative = None if derived is None else derived.code
-        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        tile = layout.backward_tile if layout is not None else (config.tile_q, config.tile_kv)
         self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
         self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
         self.threads = 32 * config.warps

@@ -129,7 +129,7 @@ class Backward90:
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
         self.derived, self.deterministic = derived, deterministic
         self.derivative = None if derived is None else derived.code
-        tile = layout.tile if layout is not None else (config.tile_q, config.tile_kv)
+        tile = layout.backward_tile if layout is not None else (config.tile_q, config.tile_kv)
         self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
         self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
         self.of_queries = None

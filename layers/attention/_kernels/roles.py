@@ -94,10 +94,10 @@ class Plan:
         )
 
     def make_mailbox(self, readers: str):
-        """A ring of `MAILS` slots that one warp fills by plain stores, and all warps of a role read."""
+        """A ring of `MAILS` slots that one warp fills by plain stores, and all warps of a role read. All lanes arrive."""
 
-        def group(arrivals):
-            return pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals)
+        def group(warps):
+            return pipeline.CooperativeGroup(pipeline.Agent.Thread, 32 * warps)
 
         return pipeline.PipelineAsync.create(
             num_stages=MAILS,
