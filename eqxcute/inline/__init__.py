@@ -21,8 +21,10 @@ from ._emit import (
     join as join,
     result as result,
     results as results,
+    small as small,
     start as start,
 )
 from ._evaluate import evaluate as evaluate, evaluate_prepared as evaluate_prepared
 from ._interval import Interval as Interval
+from ._small import small_scores as small_scores
 from ._trace import Program as Program, describe as describe, trace as trace

@@ -104,6 +104,16 @@ def join(a: Partial, b: Partial) -> Partial:
     return bind(dataclasses.replace(a, bound=a.bound | b.bound, values=values))
 
 
+def small(partial: Partial) -> Partial:
+    """The same where scores are within `small_scores` of the code: from here on, tanh is a polynomial.
+
+    **Arguments:**
+
+    - `partial`: Of a `start` with `fast="scores"`. Any other is returned as it is.
+    """
+    return dataclasses.replace(partial, fast="small") if partial.fast == "scores" else partial
+
+
 def results(partial: Partial) -> tuple[Any, ...]:
     """The results as CuTe scalars of their dtypes. 16-bit floats are rounded here.
 

@@ -36,7 +36,17 @@ from cutlass.memory import SmemAllocator
 
 from .._config import SMS, Sm90Forward
 from . import softmax
-from .functions import bind_head, bind_scores, masked, pairs, scored, start_scores
+from .functions import (
+    bind_head,
+    bind_scores,
+    largest,
+    masked,
+    of_small,
+    pairs,
+    scored,
+    small_limit,
+    start_scores,
+)
 from .hopper import (
     ROWS,
     WARPGROUP,
@@ -78,6 +88,7 @@ class Forward90:
 
     def __init__(self, config: Sm90Forward, mask, score, layout: MapLayout | None):
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
+        self.small = None if score is None else small_limit(score)
         queries = config.tile_q // config.pack
         tile = layout.tile if layout is not None else (queries, config.tile_kv)
         self.queries = Axis(queries, tile[0] // queries)
@@ -254,7 +265,8 @@ class Forward90:
         query heads as are packed."""
         q_len, kv_len, rows, heads, lists = where
         pack = self.config.pack
-        place = place_at(x, self.queries, q_len, heads, rows, lists, self.layout, True, pack)
+        what = self.queries, q_len, heads, rows, lists, self.layout, True, pack, True
+        place = place_at(x, *what)
         walk = find_walk(self.queries, self.keys, place, kv_len, rows, lists, self.layout)
         return place, walk, (place.n * heads.shape[1] + place.g) // pack
 
@@ -430,17 +442,31 @@ class Forward90:
         head, each_row, at, kv_len, scale, factor = context
         _, _, top, total = state
         s = by_rows(acc_s)
-        if const_expr(is_partial or self.score is not None):
-            self.apply(s, head, each_row, at, j * self.config.tile_kv, kv_len, scale, is_partial)
+        n0 = j * self.config.tile_kv
+        if const_expr(self.small is not None):
+            self.score_by_size(s, head, each_row, at, n0, scale)
+        elif const_expr(self.score is not None):
+            self.score_all(s, head, each_row, at, n0, scale, False)
+        if const_expr(is_partial):
+            self.hide(s, head, each_row, at, n0, kv_len)
         return softmax.add_scores_lazily(s, top, total, factor, self.config.slack)
 
-    def apply(self, s, head, each_row, at, n0, length, scale, is_partial: bool):
-        """The score function, and in a partial tile the mask."""
+    @cute.jit
+    def score_by_size(self, s, head: Constexpr, each_row: Constexpr, at, n0, scale):
+        """The score function, without special functions where all of a warp's scores are small."""
+        if cute.arch.vote_all_sync(largest(s) * scale <= self.small):
+            self.score_all(s, head, each_row, at, n0, scale, True)
+        else:
+            self.score_all(s, head, each_row, at, n0, scale, False)
+
+    def score_all(self, s, head, each_row, at, n0, scale, are_small: bool):
+        for r, c, _, pair in pairs(head, each_row, at, n0):
+            s[r, c] = scored(of_small(pair) if are_small else pair, s[r, c] * scale)
+
+    def hide(self, s, head, each_row, at, n0, length):
+        """The mask, of a partial tile."""
         for r, c, key, pair in pairs(head, each_row, at, n0):
-            value = s[r, c]
-            if self.score is not None:
-                value = scored(pair, value * scale)
-            s[r, c] = masked(pair, key < length, value) if is_partial else value
+            s[r, c] = masked(pair, key < length, s[r, c])
 
     @cute.jit
     def scale_out(self, o, shrink):

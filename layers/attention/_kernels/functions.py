@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from eqxcute.inline import Code, bind, join, results, start
+from eqxcute.inline import Code, bind, join, results, small, small_scores, start
 
 from .walk import Place
 
@@ -85,6 +85,26 @@ def pairs(
         column = bind_scores(head, kv_idx=key)
         for r, row in enumerate(each_row):
             yield r, c, key, join_scores(row, column)
+
+
+def small_limit(*codes: Code) -> float | None:
+    """Up to which size of scores `of_small` holds for all of the codes: None where it cannot be said, or is of no use."""
+    limits = [small_scores(code) for code in codes]
+    return None if None in limits else min(limits)
+
+
+def of_small(pair: Scores) -> Scores:
+    """At scores that `small_limit` allows: tanh is a polynomial."""
+    parts = pair.score, pair.derivative
+    return Scores(pair.mask, *[None if p is None else small(p) for p in parts])
+
+
+def largest(s: cute.Tensor) -> Float32:
+    """The size of the largest of a thread's numbers. A NaN is none."""
+    found = Float32(0.0)
+    for i in range(cute.size(s)):
+        found = cute.arch.fmax(found, cute.math.absf(s[i]))
+    return found
 
 
 def scored(pair: Scores, score: Float32) -> Float32:
