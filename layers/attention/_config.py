@@ -91,9 +91,7 @@ class Sm90Forward:
     warpgroups: int  # that compute: 64 rows each
     stages: int  # of keys, and of values
     overlap: bool = True  # the next tile's scores are made while this one's softmax runs
-    hidden: int = (
-        2  # of a thread's two rows, those whose exponentials run beside the output's product
-    )
+    hidden: int = 0  # of a thread's two rows, whose exponentials run beside the output's product
     turns: bool = False  # warpgroups issue their products in turn
     persistent: bool = False  # a CTA takes tile after tile, and out has memory of its own
     pack: int = 1  # query heads of a kv head that lie in one tile, as rows
@@ -138,6 +136,7 @@ class Sm90Backward:
     late: bool = True  # dV is begun after dS is known: fewer registers
     dk_first: bool = False  # dK is begun before dQ
     bulk: bool = True  # dQ is added by TMA, from shared memory; or by atomics, from registers
+    hidden: bool = False  # exponentials run beside the product that makes dP
 
     @property
     def tile_kv(self) -> int:
@@ -408,6 +407,9 @@ def hopper_forward_bytes(config: Sm90Forward, dim: int, v_dim: int, bits: int) -
     return rows * bits // 8
 
 
+FEW: Final = (
+    1024  # CTAs, of some eight waves: then the order of tiles is that of all heads together
+)
 SMS: Final = 132  # multiprocessors of an H100 or H200: CTAs of persistent kernels
 BARRIER_BYTES: Final = 1024  # more than any kernel's barriers take
 HOPPER: Final = "sm_90a"  # only it has `wgmma`
@@ -462,7 +464,7 @@ def hopper_backward_bytes(config: Sm90Backward, dim: int, v_dim: int, bits: int)
 
 
 HOPPER_BACKWARD: Final = (
-    ((64, 64), Sm90Backward(tile_q=128)),
+    ((64, 64), Sm90Backward(tile_q=128, ds_stages=2)),
     ((128, 128), Sm90Backward(tile_q=64)),
 )
 

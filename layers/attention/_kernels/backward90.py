@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -98,7 +98,7 @@ from .hopper import (
 from .matrix import LOG2_E, width
 from .queries import QueriesBackward
 from .roles import Plan, Ring, Role, start_copies, start_rings
-from .walk import Axis, MapLayout, find_place, find_walk, grid_size, walk_at
+from .walk import Axis, MapLayout, find_walk, grid_size, place_at, walk_at
 
 WARPGROUPS = 2  # that compute
 
@@ -311,7 +311,8 @@ class Backward90:
         rings = tuple(plan.make(ring.name) for ring in plan.rings)
         start_rings()
 
-        place = find_place(self.keys, kv_len, heads, rows, lists, self.layout, False)
+        x, _, _ = cute.arch.block_idx()
+        place = place_at(x, self.keys, kv_len, heads, rows, lists, self.layout, False, even=True)
         where = place, rows, heads, lists, q_len, kv_len
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.role("load").registers)
@@ -534,6 +535,8 @@ class Backward90:
         else:
             warpgroup.wait_group(1)
             self.exponentials(work, head, acc_s, p, stages[0], m0, limit, is_partial)
+            if const_expr(config.hidden):
+                finish_before_wait(p)
             if const_expr(late):
                 warpgroup.wait_group(0)
             else:
@@ -740,3 +743,18 @@ class Head:
     at: Any
     captured: Captured | None
     q_len: Int32
+
+
+@cute.jit
+def finish_before_wait(p):
+    """Keeps ptxas from moving the exponentials behind the wait that follows: a store of what they are, if all are NaN, is
+    ordered before the wait."""
+    words = cute.recast_tensor(p, Uint32)
+    every = words[0]
+    for i in range_constexpr(1, cute.size(words)):
+        every = every & words[i]
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .u32 a; mov.u32 a, 0; setp.eq.u32 p, {$r0}, 0xffffffff; "
+        "@p st.shared.u32 [a], {$r0}; }",
+        read_only_args=[every],
+    )

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 
-from .._config import MapLayout
+from .._config import FEW, MapLayout
 
 
 class Place(NamedTuple):
@@ -82,12 +82,18 @@ def place_at(
     layout: Constexpr,
     each_query_head: Constexpr,
     pack: Constexpr = 1,
+    even: Constexpr = False,
 ):
-    """The `Place` of the `x`-th CTA."""
+    """The `Place` of the `x`-th CTA. `even`: where CTAs are few, the longest of all heads come first, not of one head
+    after the other, whose last ones would be waited for."""
     tiles, groups = own.count(length), heads.shape[1] if const_expr(each_query_head) else Int32(1)
     if const_expr(pack > 1):
         groups = groups // pack
     rest, tile = x // tiles, x % tiles
+    if const_expr(even):
+        lines = heads.shape[0] * groups * rows.shape[0]
+        if lines * tiles < FEW:
+            rest, tile = x % lines, x // lines
     head, row = rest % (heads.shape[0] * groups), rest // (heads.shape[0] * groups)
     n, g = head // groups, head % groups
     if const_expr(pack > 1):
