@@ -37,7 +37,7 @@ pytestmark = pytest.mark.on_cpu
 small = pytest.mark.small
 
 SEEDS = [
-    n for n in range(43) if n not in (1, 22, 23)
+    n for n in range(43) if n not in (1, 22, 23, 42)
 ]  # the masks of those let next to nothing through
 
 
