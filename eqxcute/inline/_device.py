@@ -40,16 +40,22 @@ _SIXTEEN = ("float16", "bfloat16")
 
 
 class Value(NamedTuple):
-    """An MLIR value with JAX's name of its dtype, and what it can be. A constant has no `ir` until it is used."""
+    """An MLIR value with JAX's name of its dtype, and what it can be. A constant has no `ir` until it is used, and what is
+    `factor` times what is held is not multiplied before."""
 
     dtype: str
     range: Interval
     held: Any = None
     constant: Any = None
+    factor: float = 1.0
 
     @property
     def ir(self) -> Any:
-        return self.held if self.constant is None else _constant(self.constant, self.dtype)
+        if self.constant is not None:
+            return _constant(self.constant, self.dtype)
+        if np.float32(self.factor) == 1:
+            return self.held
+        return arith.mulf(self.held, _like(self.held, self.factor))
 
 
 class To(NamedTuple):
@@ -799,24 +805,12 @@ def _ex2(x):
     return cute.math.exp2(cutlass.Float32(x), approx=True, ftz=True).ir_value()
 
 
-# tanh(x) / x in x^2, up to `_small.SMALL`. Of all such polynomials the one whose largest relative error is least, 2^-21.6: by
-# Remez's exchange in float64, then rounded. In float32 tanh is right to 2^-21.2, which is within 2^-22 of it.
-_TANH = (0.999999697, -0.333302129, 0.132811126, -0.0508362359, 0.0137737106)
-
-
 @_row("tanh")
 def _tanh(to, a):
-    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11. Of scores: 1 - 2 / (1 + exp(2x)), right to 2^-21,
-    or a polynomial where they are small, right to 2^-21 of each."""
-    x = a.ir
+    """Fast, where results are bfloat16: `tanh.approx`, right to 2^-11. Of scores: `_tanh_of_score`."""
     if _is_fast(to) and to.fast == "bfloat16":
-        return cute.math.tanh(cutlass.Float32(x), approx=True).ir_value()
-    if _is_fast(to) and to.fast == "small":
-        return arith.mulf(x, _horner(arith.mulf(x, x), _TANH))
-    if _is_fast(to) and to.fast == "scores":
-        e = _ex2(arith.mulf(x, _like(x, 2 * math.log2(math.e))))
-        return mlir_math.fma(_like(x, -2.0), _rcp(arith.addf(_like(x, 1.0), e)), _like(x, 1.0))
-    return _keeping_nan(a, mlir_math.tanh(x))
+        return cute.math.tanh(cutlass.Float32(a.ir), approx=True).ir_value()
+    return _keeping_nan(a, mlir_math.tanh(a.ir))
 
 
 @_row("expm1")
@@ -1049,6 +1043,65 @@ def _nextafter(to, a, b):
     moved = arith.select(_fcmp("OEQ", held_a, held_b), y, moved)
     nan = arith.addf(held_a, held_b)
     return arith.select(_fcmp("UNO", held_a, held_b), nan, _from_memory(moved, a.dtype))
+
+
+# ---------------------------------------------------------------- scores
+
+
+class Multiple(NamedTuple):
+    """`factor` times `held`."""
+
+    held: Any
+    factor: float
+
+
+def multiple(to: To, op: str, inputs: Sequence[Value]) -> Multiple | None:
+    """What only scores allow, since their last places do not matter: factors that are constants wait, so that a chain of
+    them becomes one, or none. None: to be emitted as anything else."""
+    if to.fast not in ("scores", "small") or to.dtype != "float32":
+        return None
+    found = _multiple(to, op, *inputs)
+    # Not where a factor alone leaves float32.
+    return found if found is not None and 2.0**-60 < abs(found.factor) < 2.0**60 else None
+
+
+def _multiple(to: To, op: str, a: Value, b: Value | None = None, *_) -> Multiple | None:
+    if a.constant is not None and op == "mul":
+        a, b = b, a
+    if a.constant is not None:
+        return None
+    if op == "tanh":
+        return _tanh_of_score(to, a)
+    if op == "neg":
+        return Multiple(a.held, -a.factor)
+    if op == "mul" and b.constant is not None:
+        return Multiple(a.held, a.factor * float(b.constant))
+    if op == "mul":
+        return Multiple(arith.mulf(a.held, b.held), a.factor * b.factor)
+    if op == "div" and b.constant is not None and _has_reciprocal(b):
+        return Multiple(a.held, a.factor / float(b.constant))
+    if op in ("add", "sub") and b.constant is None and a.factor == b.factor:
+        return Multiple((arith.addf if op == "add" else arith.subf)(a.held, b.held), a.factor)
+    return None
+
+
+# (tanh(x) / x - 1) / x^2 in x^2, up to `_small.SMALL`. Of all such polynomials the one with which the largest relative error
+# of tanh is least, 2^-21.5: by Remez's exchange in float64, then rounded. In float32 it is 2^-21.
+_TANH = (-0.33331085, 0.132876602, -0.0510163747, 0.013938171)
+
+
+def _tanh_of_score(to: To, a: Value) -> Multiple:
+    """1 - 2 / (1 + exp(2x)), right to 2^-21; where x is small a polynomial, right to 2^-21 of tanh."""
+    if to.fast == "small":
+        x, factor = a.held, a.factor
+        if not 2.0**-8 < abs(factor) < 2.0**8:
+            x, factor = a.ir, 1.0
+        terms = [c * factor ** (2 * k) for k, c in enumerate((1.0, *_TANH))]
+        return Multiple(arith.mulf(x, _horner(arith.mulf(x, x), terms)), factor)
+    x, two = a.held, 2 * math.log2(math.e)
+    e = _ex2(arith.mulf(x, _like(x, a.factor * two)))
+    one = _like(x, 1.0)
+    return Multiple(mlir_math.fma(_like(x, -2.0), _rcp(arith.addf(one, e)), one), 1.0)
 
 
 def words(value: Value, dtype: str) -> list[Any]:

@@ -209,5 +209,8 @@ def _emitted(
         held = _device.read(partial.operands[e["operand"]], inputs, e.dtype)
     else:
         to = _device.To(e.dtype, None if _exact(partial.code)[n] else partial.fast)
+        multiple = _device.multiple(to, e.op, inputs)
+        if multiple is not None:
+            return _device.Value(e.dtype, found, multiple.held, factor=multiple.factor)
         held = _device.EMIT[e.op](to, *inputs, **dict(e.params))
     return _device.Value(e.dtype, found, held)

@@ -64,9 +64,12 @@ from .functions import (
     bind_scores,
     derivatives,
     join_scores,
+    largest,
     masked,
+    of_small,
     scored,
     select,
+    small_limit,
     start_scores,
 )
 from .hopper import (
@@ -129,6 +132,7 @@ class Backward90:
         self.config, self.mask, self.score, self.layout = config, mask, score, layout
         self.derived, self.deterministic = derived, deterministic
         self.derivative = None if derived is None else derived.code
+        self.small = None if score is None else small_limit(score, self.derivative)
         tile = layout.backward_tile if layout is not None else (config.tile_q, config.tile_kv)
         self.queries = Axis(config.tile_q, tile[0] // config.tile_q)
         self.keys = Axis(config.tile_kv, tile[1] // config.tile_kv)
@@ -572,10 +576,21 @@ class Backward90:
     def all_of(self, barrier: Barrier):
         return pipeline.NamedBarrier(barrier, WARPGROUPS * WARPGROUP)
 
+    @cute.jit
     def exponentials(
         self, work: Constexpr, head: Constexpr, acc, p, stage, m0, limit, is_partial: Constexpr
     ):
-        """P from products: rounded in `p`; in `acc` as it is, or with a score times its slope."""
+        """P from products: rounded in `p`; in `acc` as it is, or with a score times its slope. Without special functions in
+        the score where all of a warp's are small."""
+        if const_expr(self.small is None):
+            self.exponentials_of(work, head, acc, p, stage, m0, limit, is_partial)
+        elif cute.arch.vote_all_sync(largest(acc) * work.scale <= self.small):
+            small = dataclasses.replace(head, are_small=True)
+            self.exponentials_of(work, small, acc, p, stage, m0, limit, is_partial)
+        else:
+            self.exponentials_of(work, head, acc, p, stage, m0, limit, is_partial)
+
+    def exponentials_of(self, work, head, acc, p, stage, m0, limit, is_partial: bool):
         s, columns = by_rows(acc), self.config.tile_q // 4
         for c in range(0, columns, 2):
             lse2 = two_of(work.tiles.lse2, stage, head.at[0, c][1])
@@ -601,6 +616,7 @@ class Backward90:
         pair = join_scores(head.keys[r], bind_scores(head.scores, q_idx=query))
         if self.score is not None:
             x = x * work.scale
+            pair = of_small(pair) if head.are_small else pair
             slopes = derivatives(pair, x)
             x = scored(pair, x)
         if is_partial:
@@ -735,7 +751,7 @@ class Work:
 @dataclasses.dataclass(frozen=True)
 class Head:
     """Of a query head: the functions there, and at each of the thread's keys; those keys; the thread's (row, column)s in a
-    tile; what is captured; how many queries there are."""
+    tile; what is captured; how many queries there are; whether `small_limit` allows all scores of a tile."""
 
     scores: Scores
     keys: list[Scores]
@@ -743,6 +759,7 @@ class Head:
     at: Any
     captured: Captured | None
     q_len: Int32
+    are_small: bool = False
 
 
 @cute.jit
