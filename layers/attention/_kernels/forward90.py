@@ -225,7 +225,7 @@ class Forward90:
                 if const_expr(config.persistent):
                     posts = mail.make_producer()
                     while x < works:
-                        following = self.next_work(counter)
+                        following = self.next_work(counter, works)
                         post = posts.acquire_and_advance()
                         if cute.arch.lane_idx() == 0:
                             numbers[post.index] = following
@@ -253,12 +253,17 @@ class Forward90:
                 sent()
 
     @cute.jit
-    def next_work(self, counter):
-        """Which tile this CTA takes after the one it has: the grid has the first ones."""
-        number = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            number = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+    def next_work(self, counter, works):
+        """Which tile this CTA takes after the one it has: the grid has the first ones. Nobody has reset the counter where
+        those are all."""
+        found, first = works, cute.arch.grid_dim()[0]
+        if works > first:
+            number = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                one = Int32(1)
+                number = cute.arch.atomic_add(counter.iterator, one, sem="relaxed", scope="gpu")
+            found = cute.arch.shuffle_sync(number, 0) + first
+        return found
 
     def find(self, x, where):
         """The place and the walk of a tile, and its head in views of queries: kv heads, and in each as many parts of its
