@@ -35,7 +35,7 @@ def built(
 ):
     """A kernel of 2 query heads to one of the keys'."""
     mask = None if mask is None else compiled(*trace_mask(mask))[0]
-    score = None if score is None else compiled(*trace_score(score, jnp.float32))[0]
+    score = None if score is None else compiled(*trace_score(score, jnp.float32, longest=300))[0]
     lists, layout = None, None
     if mask is not None:
         lists = (tuple(like(1, 1, *n) for n in ((3, 3), (3,), (3,), (3,))),) * 2

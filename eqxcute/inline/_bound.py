@@ -139,9 +139,7 @@ class _Walk:
         span = self.ranges.get(e["name"])
         if span is None:
             (argument,) = (a for a in self.code.arguments if a.name == e["name"])
-            whole = everything(e.dtype)
-            low = whole.lo if argument.low is None else np.asarray(argument.low, e.dtype)
-            return whole._replace(lo=low)
+            return argument.interval
         lo, hi = (self._as(x, ends_dtype(e.dtype)) for x in (span.lo, span.hi))
         interval = Interval(lo, lo if span.lo is span.hi else hi, np.False_)
         return flushed(self._where(lo, hi), e.dtype, interval)

@@ -46,11 +46,21 @@ class Equation(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A scalar that the function is called with. `low`: no value is below it (indices start at 0)."""
+    """A scalar that the function is called with. `low`: no value is below it (indices start at 0). `high`: none is above."""
 
     name: str
     dtype: str
     low: int | None = None
+    high: int | None = None
+
+    @property
+    def interval(self) -> Interval:
+        found = _anything(self.dtype)
+        if self.low is not None:
+            found = found._replace(lo=np.asarray(self.low, self.dtype)[()])
+        if self.high is not None:
+            found = found._replace(hi=np.asarray(self.high, self.dtype)[()])
+        return found
 
 
 class Operand(NamedTuple):
@@ -73,7 +83,10 @@ class Code:
     def text(self) -> str:
         """Readable, and the same for equal codes only."""
         head = ", ".join(
-            f"{a.name}:{a.dtype}" + ("" if a.low is None else f">={a.low}") for a in self.arguments
+            f"{a.name}:{a.dtype}"
+            + ("" if a.low is None else f">={a.low}")
+            + ("" if a.high is None else f"<={a.high}")
+            for a in self.arguments
         )
         operands = ", ".join(
             f"o{i}:{o.dtype}[{','.join(':' * o.rank)}]" for i, o in enumerate(self.operands)
@@ -146,12 +159,8 @@ class Builder:
         self._known.pop()
 
     def argument(self, argument: Argument) -> int:
-        interval = _anything(argument.dtype)
-        if argument.low is not None:
-            interval = interval._replace(lo=np.asarray(argument.low, argument.dtype)[()])
-        return self._append(
-            Equation("argument", argument.dtype, params=(("name", argument.name),)), interval
-        )
+        equation = Equation("argument", argument.dtype, params=(("name", argument.name),))
+        return self._append(equation, argument.interval)
 
     def const(self, value: Any, dtype: Any) -> int:
         name = _name(dtype)

@@ -14,13 +14,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-import jax.numpy as jnp
-import numpy as np
-
 from .._errors import InlineError
-from . import _table
 from ._code import Code, constant
-from ._interval import Interval, everything, point
+from ._hoist import hoisted, ranges
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +62,8 @@ def start(
             f"start(operands=): got {len(operands)}, the code reads {len(code.operands)}."
         )
     coarsest = "bfloat16" if fast is True else fast or None
+    if coarsest == "scores":
+        code = hoisted(code)
     return bind(
         Partial(code, object(), tuple(operands), coarsest, frozenset(), MappingProxyType({}))
     )
@@ -159,30 +157,6 @@ def _needed(code: Code) -> tuple[bool, ...]:
 
 
 @functools.lru_cache(maxsize=128)
-def _ranges(code: Code) -> tuple[Interval, ...]:
-    """What each value can be, whatever the arguments are."""
-    low = {a.name: a.low for a in code.arguments}
-    ranges: list[Interval] = []
-    for e in code.equations:
-        if e.op == "const":
-            ranges.append(point(constant(e)))
-        elif e.op == "size":
-            ranges.append(Interval(np.int32(1), np.int32(2**31 - 1), np.False_))
-        elif e.op in _table.ROWS:
-            with np.errstate(all="ignore"):
-                rule = _table.ROWS[e.op].bound
-                ranges.append(
-                    rule(np, jnp.dtype(e.dtype), *(ranges[n] for n in e.inputs), **dict(e.params))
-                )
-        else:
-            found = everything(e.dtype)
-            if e.op == "argument" and low[e["name"]] is not None:
-                found = found._replace(lo=np.asarray(low[e["name"]], e.dtype))
-            ranges.append(found)
-    return tuple(ranges)
-
-
-@functools.lru_cache(maxsize=128)
 def _exact(code: Code) -> tuple[bool, ...]:
     """Of which values an integer is made."""
     exact = [e.dtype.removeprefix("u").startswith("int") for e in code.equations]
@@ -197,7 +171,7 @@ def _emitted(
 ) -> Any:
     from . import _device
 
-    e, found = partial.code.equations[n], _ranges(partial.code)[n]
+    e, found = partial.code.equations[n], ranges(partial.code)[n]
     if e.op == "const":
         return _device.Value(e.dtype, found, constant=constant(e))
     inputs = [values[m] for m in e.inputs]

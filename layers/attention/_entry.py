@@ -143,9 +143,10 @@ def flex_attention(
     if tiles is not None:
         _check_tiles(tiles, mask, batch=rows, heads=heads, q_len=q_len, kv_len=kv_len)
     wide = _reference.wide(q.dtype)
-    score, score_captured = (
-        (None, []) if score_fn is None else trace_score(score_fn, wide, (q, k, v))
-    )
+    score, score_captured = None, []
+    if score_fn is not None:
+        longest = _longest(q, k, _tile_of(mask, tiles))
+        score, score_captured = trace_score(score_fn, wide, (q, k, v), longest)
     why = _missing(q, k, v, (mask, score))
     if why is None:
         why = _too_large(q, k, _tile_of(mask, tiles))
@@ -218,7 +219,7 @@ def _by_kernel(
         mask_function, mask_arrays = compiled(mask_program, mask_captured)
         backward = None
         if tiles is None:
-            tile = _map_tile(q, v)
+            tile = _map_tile(q, v, score_program is not None)
             sizes = Sizes(q_len, k.shape[-3], math.prod(batch), kv_heads * group, tile)
             sizes = sizes._replace(depends=depends_on(mask_program.code))
             made = mask_program, mask_captured
@@ -238,7 +239,7 @@ def _by_kernel(
     return _attend.attend(q, k, v, functions, arrays, lists, layout, **settings)
 
 
-def _map_tile(q: jax.Array, v: jax.Array) -> tuple[int, int]:
+def _map_tile(q: jax.Array, v: jax.Array, scored: bool) -> tuple[int, int]:
     try:
         architecture = _arch.current()
     except (
@@ -246,7 +247,7 @@ def _map_tile(q: jax.Array, v: jax.Array) -> tuple[int, int]:
     ):  # it is only known when the call is lowered, and any kernel takes these
         return MAP_TILE
     dim, v_dim = _attend.padded_dims(q, v)
-    return _config.map_tile(architecture, dim, v_dim, q.dtype.name)
+    return _config.map_tile(architecture, dim, v_dim, q.dtype.name, scored=scored)
 
 
 def _arrays_of(lists: TileLists) -> tuple[jax.Array, ...]:
@@ -274,6 +275,14 @@ def _tile_of(mask: Program | None, tiles: TileMap | None) -> tuple[int, int]:
     if mask is None:
         return _config.SMALLEST_TILE, _config.SMALLEST_TILE
     return MAP_TILE if tiles is None else tiles.tile
+
+
+def _longest(q: jax.Array, k: jax.Array, tile: tuple[int, int]) -> int | None:
+    """What no index in a kernel passes; None where lengths are symbolic, in an export."""
+    lengths = q.shape[-3], k.shape[-3]
+    if not all(isinstance(n, int) for n in lengths):
+        return None
+    return _config.grid_tiles(1, lengths, tile)[0] + MARGIN
 
 
 def _too_large(q: jax.Array, k: jax.Array, tile: tuple[int, int]) -> str | None:

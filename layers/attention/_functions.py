@@ -14,6 +14,8 @@ AXES: Final = "bngqk"  # of a tile: batch, kv head, query head within the kv hea
 INDICES: Final = ("b", "h", "q_idx", "kv_idx")
 _AXES_OF: Final = {"score": AXES, "b": "b", "h": "ng", "q_idx": "q", "kv_idx": "k"}
 
+_FLOATS: Final = 1 << 24  # up to which float32 has every integer
+
 
 class Block(NamedTuple):
     """Indices of one tile: `b` is `(batch,)`, `h` is `(kv_heads, group)`, `q` and `k` 1-D."""
@@ -40,8 +42,11 @@ def trace_mask(fn: Callable, beside: Sequence[Any] = ()) -> tuple[Program, list[
     return trace(fn, _index_arguments(), role="mask_fn", check=check, beside=beside)
 
 
-def trace_score(fn: Callable, dtype: Any, beside: Sequence[Any] = ()) -> tuple[Program, list[Any]]:
-    """The program of `score_fn(score, b, h, q_idx, kv_idx)`, and the arrays it captures."""
+def trace_score(
+    fn: Callable, dtype: Any, beside: Sequence[Any] = (), longest: int | None = None
+) -> tuple[Program, list[Any]]:
+    """The program of `score_fn(score, b, h, q_idx, kv_idx)`, and the arrays it captures. `longest`: no position passes it.
+    The program only knows whether that is so far that float32 has no such integers."""
 
     def check(result: Any) -> Any:
         kind = _scalar_dtype("score_fn", fn, result, "one score")
@@ -56,12 +61,17 @@ def trace_score(fn: Callable, dtype: Any, beside: Sequence[Any] = ()) -> tuple[P
             )
         return jnp.asarray(result, dtype)
 
-    arguments = [Argument("score", jnp.dtype(dtype).name), *_index_arguments()]
+    high = _FLOATS if longest is not None and longest <= _FLOATS else None
+    arguments = [Argument("score", jnp.dtype(dtype).name), *_index_arguments(high)]
     return trace(fn, arguments, role="score_fn", check=check, beside=beside)
 
 
-def _index_arguments() -> list[Argument]:
-    return [Argument(name, "int32", low=0) for name in INDICES]
+def _index_arguments(high: int | None = None) -> list[Argument]:
+    """`high`: of positions."""
+    return [
+        Argument(name, "int32", low=0, high=high if name in ("q_idx", "kv_idx") else None)
+        for name in INDICES
+    ]
 
 
 def _scalar_dtype(role: str, fn: Callable, result: Any, expected: str) -> np.dtype:
