@@ -127,7 +127,8 @@ class ForwardKernel(eqxcute.Kernel):
         """Hopper's kernel where it has tiles."""
         tile = None if self.layout is None else self.layout.tile
         if _arch.current() == _config.HOPPER:
-            found = _config.hopper_forward(*_facts(q, v), tile)
+            scored = self.functions.score is not None
+            found = _config.hopper_forward(*_facts(q, v), tile, scored=scored)
             if found is not None:
                 return found
         tiles = functools.partial(_config.forward, costly=self.functions.costly_score)
@@ -476,7 +477,8 @@ def _check_grid(q: jax.Array, k: jax.Array, layout: MapLayout | None) -> None:
     sizes = *lead, q_len, k.shape[-3], kv_heads, group
     if not all(isinstance(n, int) for n in sizes):
         return  # symbolic, in an export
-    tile = (_config.SMALLEST_TILE,) * 2 if layout is None else layout.tile
+    smallest = _config.SMALLEST_TILE
+    tile = (smallest, smallest) if layout is None else layout.tile
     heads = math.prod(lead) * kv_heads * group
     _, tiles = _config.grid_tiles(heads, (q_len, k.shape[-3]), tile)
     if tiles >= 2**31:

@@ -7,10 +7,13 @@ iterations; smaller ones stay in a CPU's cache, and more of them are empty under
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from eqxcute._arch import ARCHITECTURES, Facts
 from eqxcute._fallback import platform
+
+from ._tuned import Key, load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,26 +434,60 @@ HOPPER_FORWARD: Final = (
 )
 
 
-def hopper_forward(
-    facts: Facts, dim: int, v_dim: int, dtype: str, tile: Tile | None = None
+# What was measured, by `python -m eqxcute.layers.bench tune attention`. It goes before the tables here, which serve what it
+# has not. Its entries are globals of what chooses: a kernel's compile key knows them.
+TUNED_FILE: Final = Path(__file__).with_name("tuned_h200.json")
+KINDS: Final[Mapping[str, type]] = {"forward": Sm90Forward, "backward": Sm90Backward}
+TUNED: Final[Mapping[Key, Any]] = load(TUNED_FILE, KINDS)
+
+
+def _key(direction: str, dim: int, v_dim: int, sparse: bool, scored: bool) -> Key:
+    mask = "sparse" if sparse else "full"
+    return Key(direction, tile_columns(dim, 16), tile_columns(v_dim, 16), mask, scored)
+
+
+def hopper_forward_fits(
+    config: Sm90Forward, facts: Facts, dim: int, v_dim: int, tile: Tile | None = None
+) -> bool:
+    """Whether shared memory holds it, and a map's `tile` is whole ones of its."""
+    queries = config.tile_q // config.pack
+    if tile is not None and (tile[0] % queries or tile[1] % config.tile_kv):
+        return False
+    used = hopper_forward_bytes(config, dim, v_dim, 16)
+    return used + BARRIER_BYTES <= facts.smem_bytes
+
+
+def hopper_forward_table(
+    facts: Facts, dim: int, v_dim: int, tile: Tile | None = None
 ) -> Sm90Forward | None:
-    """Tiles of Hopper's forward kernel; None where there are none. Without a map `tile` is None, and any will do."""
-    bits = BITS[dtype]
-    if bits != 16:
-        return None
-    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
-
-    def fits(config):
-        used = hopper_forward_bytes(config, dim, v_dim, bits)
-        return used + BARRIER_BYTES <= facts.smem_bytes
-
+    """`hopper_forward` without what was measured."""
+    columns = tile_columns(dim, 16), tile_columns(v_dim, 16)
     for widest, config in HOPPER_FORWARD:
         narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
-        queries = config.tile_q // config.pack
-        divided = tile is None or (tile[0] % queries == 0 and tile[1] % config.tile_kv == 0)
-        if narrow and divided and fits(config):
+        if narrow and hopper_forward_fits(config, facts, dim, v_dim, tile):
             return config
     return None
+
+
+def hopper_forward(
+    facts: Facts,
+    dim: int,
+    v_dim: int,
+    dtype: str,
+    tile: Tile | None = None,
+    *,
+    scored: bool = False,
+    sparse: bool | None = None,
+) -> Sm90Forward | None:
+    """Tiles of Hopper's forward kernel; None where there are none. Without a map `tile` is None, and any will do. `scored`:
+    with a score function. `sparse`: with a map, though its tile is not chosen yet."""
+    if BITS[dtype] != 16:
+        return None
+    sparse = tile is not None if sparse is None else sparse
+    found = TUNED.get(_key("forward", dim, v_dim, sparse, scored))
+    if found is not None and hopper_forward_fits(found, facts, dim, v_dim, tile):
+        return found
+    return hopper_forward_table(facts, dim, v_dim, tile)
 
 
 def hopper_backward_bytes(config: Sm90Backward, dim: int, v_dim: int, bits: int) -> int:
@@ -473,6 +510,28 @@ HOPPER_BACKWARD: Final = (
 HOPPER_SCORED: Final = (((128, 128), Sm90Backward(tile_q=64)),)
 
 
+def hopper_backward_fits(
+    config: Sm90Backward, facts: Facts, dim: int, v_dim: int, tile: Tile | None = None
+) -> bool:
+    """Likewise."""
+    if tile is not None and (tile[0] % config.tile_q or tile[1] % config.tile_kv):
+        return False
+    used = hopper_backward_bytes(config, dim, v_dim, 16)
+    return used + BARRIER_BYTES <= facts.smem_bytes
+
+
+def hopper_backward_table(
+    facts: Facts, dim: int, v_dim: int, tile: Tile | None = None, *, scored: bool = False
+) -> Sm90Backward | None:
+    """`hopper_backward` without what was measured."""
+    columns = tile_columns(dim, 16), tile_columns(v_dim, 16)
+    for widest, config in HOPPER_SCORED if scored else HOPPER_BACKWARD:
+        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
+        if narrow and hopper_backward_fits(config, facts, dim, v_dim, tile):
+            return config
+    return None
+
+
 def hopper_backward(
     facts: Facts,
     dim: int,
@@ -482,33 +541,30 @@ def hopper_backward(
     *,
     scored: bool = False,
 ) -> Sm90Backward | None:
-    """Tiles of Hopper's backward kernel, likewise. `scored`: with a score function."""
-    bits = BITS[dtype]
-    if bits != 16:
+    """Tiles of Hopper's backward kernel, likewise."""
+    if BITS[dtype] != 16:
         return None
-    columns = tile_columns(dim, bits), tile_columns(v_dim, bits)
-
-    def fits(config):
-        used = hopper_backward_bytes(config, dim, v_dim, bits)
-        return used + BARRIER_BYTES <= facts.smem_bytes
-
-    for widest, config in HOPPER_SCORED if scored else HOPPER_BACKWARD:
-        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
-        divided = tile is None or (tile[0] % config.tile_q == 0 and tile[1] % config.tile_kv == 0)
-        if narrow and divided and fits(config):
-            return config
-    return None
+    found = TUNED.get(_key("backward", dim, v_dim, tile is not None, scored))
+    if found is not None and hopper_backward_fits(found, facts, dim, v_dim, tile):
+        return found
+    return hopper_backward_table(facts, dim, v_dim, tile, scored=scored)
 
 
-def map_tile(architecture: str | None, dim: int, v_dim: int, dtype: str) -> Tile:
+def map_tile(
+    architecture: str | None, dim: int, v_dim: int, dtype: str, *, scored: bool = False
+) -> Tile:
     """Queries and keys in a tile of the map that is made for a forward kernel. `architecture`: None where it is not known."""
     if architecture != HOPPER or dtype not in BITS:
         return MAP_TILE
-    found = hopper_forward(ARCHITECTURES[HOPPER], dim, v_dim, dtype)
-    if found is None:
-        return MAP_TILE
+    facts = ARCHITECTURES[HOPPER]
+    found = hopper_forward(facts, dim, v_dim, dtype, scored=scored, sparse=True)
+    return MAP_TILE if found is None else map_tile_of(found)
+
+
+def map_tile_of(config: Sm90Forward) -> Tile:
+    """The least that is whole ones of its tiles and has those of `MAP_TILE`."""
     queries, keys = MAP_TILE
-    return -(-queries // found.tile_q) * found.tile_q, -(-keys // found.tile_kv) * found.tile_kv
+    return -(-queries // config.tile_q) * config.tile_q, -(-keys // config.tile_kv) * config.tile_kv
 
 
 def grid_tiles(heads: int, lengths: tuple[int, int], tile: Tile) -> tuple[int, int]:
