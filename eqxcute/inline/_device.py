@@ -34,6 +34,7 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, math as mlir_math, nvvm
 
 from .._dtypes import CUTE_NAMES
+from ._hoist import EXACT
 from ._interval import Interval
 
 _SIXTEEN = ("float16", "bfloat16")
@@ -41,13 +42,14 @@ _SIXTEEN = ("float16", "bfloat16")
 
 class Value(NamedTuple):
     """An MLIR value with JAX's name of its dtype, and what it can be. A constant has no `ir` until it is used, and what is
-    `factor` times what is held is not multiplied before."""
+    `factor` times what is held is not multiplied before. `step`: it is the sum of an MLIR value and a number."""
 
     dtype: str
     range: Interval
     held: Any = None
     constant: Any = None
     factor: float = 1.0
+    step: tuple[Any, int] | None = None
 
     @property
     def ir(self) -> Any:
@@ -524,6 +526,10 @@ def _convert(to, a, *, new_dtype):
             return _fcmp("UNE", x, _like(x, 0.0))  # NaN is true
         return _icmp("ne", x, _like(x, 0))
     if _is_float(new_dtype):
+        if new_dtype == "float32" and a.step is not None and a.range.hi <= EXACT:
+            base, by = a.step
+            x = _integer_to_float(base, source, target)
+            return arith.addf(x, _like(x, float(by)))
         if not _is_float(source):
             x = _integer_to_float(x, source, target)
         elif _bits(source) != _bits(new_dtype):

@@ -12,11 +12,18 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .._errors import InlineError
 from ._code import Code, constant
 from ._hoist import hoisted, ranges
+
+
+class Step(NamedTuple):
+    """An integer argument's scalar as `base + by`, neither below 0. Of arguments with one base, one is converted to float."""
+
+    base: Any
+    by: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,8 +82,8 @@ def bind(partial: Partial, **arguments: Any) -> Partial:
     **Arguments:**
 
     - `partial`: From `start` or `bind`.
-    - `arguments`: CuTe scalars or Python numbers, by the code's names. Names that it does not have are ignored: it does
-        not depend on them.
+    - `arguments`: CuTe scalars, Python numbers or `Step`s, by the code's names. Names that it does not have are ignored: it
+        does not depend on them.
 
     **Returns:**
 
@@ -176,8 +183,13 @@ def _emitted(
         return _device.Value(e.dtype, found, constant=constant(e))
     inputs = [values[m] for m in e.inputs]
     if e.op == "argument":
-        held = _device.from_cute(arguments[e["name"]], e.dtype)
-    elif e.op == "size":
+        given, step = arguments[e["name"]], None
+        if isinstance(given, Step):
+            step = _device.from_cute(given.base, e.dtype), given.by
+            given = given.base + given.by
+        held = _device.from_cute(given, e.dtype)
+        return _device.Value(e.dtype, found, held, step=step)
+    if e.op == "size":
         held = _device.size(partial.operands[e["operand"]], e["dim"])
     elif e.op == "read":
         held = _device.read(partial.operands[e["operand"]], inputs, e.dtype)

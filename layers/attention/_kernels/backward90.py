@@ -71,6 +71,7 @@ from .functions import (
     select,
     small_limit,
     start_scores,
+    step_of,
 )
 from .hopper import (
     ROWS,
@@ -612,8 +613,9 @@ class Backward90:
         """The score of a pair from its product, or -inf, and the score's slopes there; None without a score function."""
         if self.score is None and not is_partial:
             return x, None
-        query, slopes = m0 + head.at[0, c][1], None
-        pair = join_scores(head.keys[r], bind_scores(head.scores, q_idx=query))
+        step, slopes = step_of(head.at, m0, c), None
+        query = step.base + step.by
+        pair = join_scores(head.keys[r], bind_scores(head.scores, q_idx=step))
         if self.score is not None:
             x = x * work.scale
             pair = of_small(pair) if head.are_small else pair

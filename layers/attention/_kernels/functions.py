@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from eqxcute.inline import Code, bind, join, results, small, small_scores, start
+from eqxcute.inline import Code, Step, bind, join, results, small, small_scores, start
 
 from .walk import Place
 
@@ -81,10 +81,16 @@ def pairs(
     first key.
     """
     for c in range(cute.size(at, mode=[1])):
-        key = first + at[0, c][1]
-        column = bind_scores(head, kv_idx=key)
+        step = step_of(at, first, c)
+        key = step.base + step.by
+        column = bind_scores(head, kv_idx=step)
         for r, row in enumerate(each_row):
             yield r, c, key, join_scores(row, column)
+
+
+def step_of(at: cute.Tensor, first: Int32, c: int) -> Step:
+    """The index of a thread's column: `first` is the tile's."""
+    return Step(first + at[0, 0][1], at.layout((0, c))[1])  # the layout alone knows it as a number
 
 
 def small_limit(*codes: Code) -> float | None:
