@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -182,7 +182,11 @@ def turn(call: Callable, wait: Callable, calls: int) -> float:
 
 
 def take_turns(
-    runs: dict[str, Run], *, rounds: int, turn_ms: float, passes: dict[str, tuple[str, ...]]
+    runs: Mapping[str, Run],
+    *,
+    rounds: int,
+    turn_ms: float,
+    passes: Mapping[str, tuple[str, ...]],
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
     """Times all of them in `rounds` rounds. A turn has as many calls as fill `turn_ms`, 1 to 50.
 

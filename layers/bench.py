@@ -6,6 +6,8 @@
     python -m eqxcute.layers.bench table FILE.json        the record's table, in Markdown
     python -m eqxcute.layers.bench readme FILE.json README.md
                                    rewrites what stands between `<!-- bench attention -->` and `<!-- /bench -->`
+    python -m eqxcute.layers.bench tune attention [--dims 64,192/128] [--quick] [--out FILE.json]
+                                   which configuration of a layer's kernels is the fastest on this GPU
 
 Each layer that has a `_cases.py` is a command. A rival that is not installed, or fails, is named in
 a line and left out. What each figure is:
@@ -38,6 +40,7 @@ from typing import Any, Final
 
 import jax
 
+from eqxcute import _arch
 from eqxcute._fallback import platform
 
 from ._timing import Contender, Run, brief, difference, first_call, take_turns
@@ -78,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-    record = _measure(args, " ".join(("python -m eqxcute.layers.bench", *arguments)))
+    command = " ".join(("python -m eqxcute.layers.bench", *arguments))
+    if args.command == "tune":
+        return _tune(args, command)
+    record = _measure(args, command)
     print("\n" + table(record))
     return int(_ours_failed(record))
 
@@ -114,7 +120,26 @@ def _parser() -> argparse.ArgumentParser:
     for some in (reading, writing):
         some.add_argument("record", type=Path)
     writing.add_argument("readme", type=Path)
+    tuning = commands.add_parser("tune", help="find a layer's fastest configurations")
+    tuning.add_argument("layer", choices=sorted(p.parent.name for p in HERE.glob("*/_tune.py")))
+    tuning.add_argument("--dims", type=_dims, help="of heads, such as 64,192/128 (of q, of v)")
+    tuning.add_argument("--quick", action="store_true", help="fewer candidates, and 3 rounds")
+    tuning.add_argument("--rounds", type=int, default=5)
+    tuning.add_argument("--turn-ms", type=float, default=10.0, help="how long a turn takes")
+    tuning.add_argument("--smoke", action="store_true", help="tiny shapes, without a GPU")
+    tuning.add_argument("--seed", type=int, default=0)
+    tuning.add_argument("--out", type=Path, help="the record, in JSON")
+    tuning.add_argument("--commit", help="of the source, where it is no git checkout")
     return parser
+
+
+def _dims(text: str) -> list[tuple[int, int]]:
+    """`64,192/128` -> 64 of q and of v, 192 of q with 128 of v."""
+    found = []
+    for name in _names(text):
+        dim, _, v_dim = name.partition("/")
+        found.append((int(dim), int(v_dim or dim)))
+    return found
 
 
 def _names(text: str) -> list[str]:
@@ -160,6 +185,36 @@ def _measure(args: argparse.Namespace, command: str) -> dict[str, Any]:
         if args.out is not None:  # after each case, so that a run that dies leaves what it has
             args.out.write_text(json.dumps(record, indent=1) + "\n")
     return record
+
+
+def _tune(args: argparse.Namespace, command: str) -> int:
+    """The exit code: 2 on another GPU than the kernels are for, 1 where a case has no figures."""
+    layer = importlib.import_module(f"{__package__}.{args.layer}._tune")
+    if not args.smoke and _arch.current() != layer.ARCHITECTURE:
+        print(
+            f"bench tune {args.layer} is for {layer.ARCHITECTURE}, and this GPU is {_arch.current()}.",
+            file=sys.stderr,
+        )
+        return 2
+    args.dims = args.dims or _dims(layer.DIMS)
+    layer.check(args.dims)
+    if args.smoke or args.quick:
+        args.rounds, args.turn_ms = (2, 0.0) if args.smoke else (3, 10.0)
+    record = {**_origin(args, command, layer.INPUTS), "skipped": [], "entries": []}
+    print(_who(record), flush=True)
+    whole = layer.tune(args, record)
+    record["clocks"].append({"when": "after", **clocks()})
+    print(f"clocks: {_clock(record['clocks'][-1])}", flush=True)
+    if args.out is not None:
+        args.out.write_text(_written(record))
+    return int(not whole)
+
+
+def _written(record: dict[str, Any]) -> str:
+    """JSON, a line an entry."""
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in record["entries"])
+    head = json.dumps({**record, "entries": []}, indent=1).removesuffix("[]\n}")
+    return f"{head}[\n{lines}\n ]\n}}\n"
 
 
 def _chosen(option: str, known: Sequence[Any], wanted: list[str] | None) -> list[Any]:
@@ -281,6 +336,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _header(args: argparse.Namespace, command: str, inputs: dict[str, str]) -> dict[str, Any]:
+    lists = {name: [] for name in ("contenders", "cases", "rows", "skipped")}
+    return {**_origin(args, command, inputs), **lists}
+
+
+def _origin(args: argparse.Namespace, command: str, inputs: dict[str, str]) -> dict[str, Any]:
     device = jax.devices()[0]
     asked = _nvidia_smi(("name", "driver_version"))
     return {
@@ -299,10 +359,6 @@ def _header(args: argparse.Namespace, command: str, inputs: dict[str, str]) -> d
         "rounds": args.rounds,
         "turn_ms": args.turn_ms,
         "clocks": [{"when": "before", **clocks()}],
-        "contenders": [],
-        "cases": [],
-        "rows": [],
-        "skipped": [],
     }
 
 
