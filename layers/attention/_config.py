@@ -414,7 +414,9 @@ FEW: Final = (
     1024  # CTAs, of some eight waves: then the order of tiles is that of all heads together
 )
 SMS: Final = 132  # multiprocessors of an H100 or H200: CTAs of persistent kernels
-BARRIER_BYTES: Final = 1024  # more than any kernel's barriers take
+BARRIER_BYTES: Final = (
+    2048  # more than any kernel's barriers take, with what they leave before the first tile
+)
 HOPPER: Final = "sm_90a"  # only it has `wgmma`
 
 
