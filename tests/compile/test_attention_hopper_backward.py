@@ -1,50 +1,22 @@
 """Attention's backward kernel for Hopper: in the PTX interpreter against the formula, and as ptxas leaves it."""
 
-import collections
-import re
-import struct
-
-import jax.numpy as jnp
 import pytest
-from attention_builds import LOAD_LOCAL, STORE_LOCAL, built, causal, sections
-from attention_formula import Case, Sizes, check
+from attention_builds import built, causal
+from attention_formula import Sizes, check
+from attention_hopper import (
+    CAPTURED,
+    MASKED,
+    PLAIN,
+    WINDOW,
+    assert_registers_suffice,
+    window_and_score,
+)
 from eqxcute.layers.attention import _config
 from eqxcute.layers.attention._config import Sm90Backward
 
 from eqxcute import testing
 from eqxcute._arch import ARCHITECTURES
 
-MASKED = Case(lambda c: (causal, None))
-PLAIN = Case(lambda c: (None, None))
-
-
-def _window(c):
-    """A window that starts after some keys, and a score whose slope is NaN where nothing is seen."""
-
-    def mask(b, h, q_idx, kv_idx):
-        return (q_idx >= kv_idx) & (q_idx - kv_idx < 60) & (kv_idx >= 5)
-
-    def score(s, b, h, q_idx, kv_idx):
-        far = jnp.sqrt((q_idx - kv_idx).astype(jnp.float32) + 1)
-        return 3 * jnp.tanh(s / 3) * far / (1 + far)
-
-    return mask, score
-
-
-def _captured(c):
-    """Reads of every kind: by head, distance, key, query and pair."""
-
-    def score(s, b, h, q_idx, kv_idx):
-        near = c["table"][jnp.clip(kv_idx - q_idx, -60, 60) + 60]
-        by_side = c["keys"][kv_idx] + c["queries"][h, q_idx] + c["pairs"][q_idx, kv_idx]
-        return s * c["slopes"][h] + near + by_side
-
-    return causal, score
-
-
-WINDOW = Case(_window)
-ARRAYS = {"slopes": (2,), "table": (121,), "keys": (150,), "queries": (2, 200), "pairs": (200, 150)}
-CAPTURED = Case(_captured, ARRAYS)
 DETERMINISTIC = {"deterministic": True}
 
 
@@ -99,12 +71,6 @@ def test_orders_agree(monkeypatch, config):
     check(MASKED, Sizes(1, 200, 200, 2, 1, 64, 64), "bfloat16", architecture="sm_90a")
 
 
-# As ptxas leaves it. Opcodes as nvdisasm 13.5 names them: HGMMA, with its operand `a` in shared memory or in registers, and
-# WARPGROUP, which a fence is and a wait. Where ptxas serialises products it adds waits.
-
-PRODUCTS, GROUPS = (0x9F0, 0xDF0), 0x9C5
-
-
 @pytest.mark.parametrize(
     ("dim", "functions", "deterministic"),
     [
@@ -117,8 +83,8 @@ PRODUCTS, GROUPS = (0x9F0, 0xDF0), 0x9C5
                 (96, {"mask": causal}, False),
                 (128, {}, False),
                 (128, {"mask": causal}, True),
-                (64, dict(zip(("mask", "score"), _window(None), strict=True)), False),
-                (128, dict(zip(("mask", "score"), _window(None), strict=True)), False),
+                (64, dict(zip(("mask", "score"), window_and_score(None), strict=True)), False),
+                (128, dict(zip(("mask", "score"), window_and_score(None), strict=True)), False),
             )
         ),
     ],
@@ -126,18 +92,7 @@ PRODUCTS, GROUPS = (0x9F0, 0xDF0), 0x9C5
 def test_registers_suffice(dim, functions, deterministic):
     """Nothing is spilled, and no product waits for the one before it."""
     found = built("backward", dim, "sm_90a", deterministic=deterministic, **functions)
-    (entry,) = [x for x in re.split(r"\.entry ", found.ptx)[1:] if "Backward90" in x[:200]]
-    (code,) = [
-        c for n, _, c in sections(found.cubin) if n.startswith(".text.") and "Backward90" in n
-    ]
-    ops = collections.Counter(low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code))
-    products, waits = (
-        len(re.findall(rf"wgmma\.{x}", entry)) for x in ("mma_async", "(fence|wait)")
-    )
-    assert products > 0
-    assert sum(ops[x] for x in PRODUCTS) == products
-    assert ops[GROUPS] <= waits
-    assert ops[STORE_LOCAL] == ops[LOAD_LOCAL] == 0
+    assert_registers_suffice(found, "Backward90")
 
 
 @pytest.mark.parametrize(
