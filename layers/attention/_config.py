@@ -93,12 +93,9 @@ class Sm90Forward:
     tile_kv: int
     warpgroups: int  # that compute: 64 rows each
     stages: int  # of keys, and of values
-    overlap: bool = True  # the next tile's scores are made while this one's softmax runs
     hidden: int = 0  # of a thread's two rows, whose exponentials run beside the output's product
-    turns: bool = False  # warpgroups issue their products in turn
     persistent: bool = False  # a CTA takes tile after tile, and out has memory of its own
     pack: int = 1  # query heads of a kv head that lie in one tile, as rows
-    slack: float = 0.0  # powers of two that a maximum may rise before the output is scaled
 
     @property
     def tile_q(self) -> int:

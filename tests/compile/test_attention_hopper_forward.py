@@ -93,8 +93,8 @@ def test_a_tile_of_the_map_is_many_of_the_kernel():
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (PLAIN, Sm90Forward(tile_kv=64, warpgroups=1, stages=1, overlap=False, persistent=True)),
-        (MASKED, Sm90Forward(tile_kv=128, warpgroups=2, stages=2, turns=True, hidden=1, slack=8.0)),
+        (PLAIN, Sm90Forward(tile_kv=64, warpgroups=1, stages=1, persistent=True)),
+        (MASKED, Sm90Forward(tile_kv=128, warpgroups=2, stages=2, hidden=1)),
         (MASKED, Sm90Forward(tile_kv=128, warpgroups=2, stages=2, pack=4)),
         (PLAIN, Sm90Forward(tile_kv=96, warpgroups=3, stages=2, pack=2, persistent=True)),
     ],

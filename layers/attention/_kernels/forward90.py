@@ -16,7 +16,7 @@
     next is counted in memory, asked for by the loading warp, and posted to the others; so the loads of the next tile
     begin while this one ends
 
-    compute, `overlap`:   S_0 | softmax_0 |  S_1, O += P_0 V_0  | softmax_1 | S_2, O += P_1 V_1 ...
+    compute               S_0 | softmax_0 |  S_1, O += P_0 V_0  | softmax_1 | S_2, O += P_1 V_1 ...
                                                  \\ softmax_1 begins when S_1 is there, while P_0 V_0 still runs
 
     end        out by TMA, through the memory of q, whose rows nobody else reads, or its own if `persistent`
@@ -24,7 +24,7 @@
 Registers hold S (64 x `tile_kv`), P, rounded, and O: `tile_kv` / 2 + `tile_kv` / 4 + v_dim / 2 a thread.
 
 Sources: Shah et al. 2024 (FlashAttention-3), section 3, for roles and overlap; Milakov and Gimelshein 2018 for the
-softmax; the maximum that may lag behind is from FlashAttention-4.
+softmax.
 """
 
 import cutlass
@@ -75,7 +75,6 @@ from .matrix import LOG2_E, width
 from .roles import MAILS, Plan, Ring, Role, start_copies, start_rings
 from .walk import Axis, MapLayout, find_walk, grid_size, place_at, walk_at
 
-TURN = 1  # the first of the named barriers of turns: one a warpgroup
 DONE = 4  # the first of those by which a warpgroup ends
 READ = 7  # all have read q
 
@@ -330,11 +329,6 @@ class Forward90:
         products = (of_s, of_o)
         state = (acc_o, held, top, total)
 
-        turns = None
-        if const_expr(config.turns):
-            turns = self.turns(wg)
-            if wg == 0:
-                turns[0].arrive()
         of_q, of_k, of_v = rings
         slot_q = of_q.wait_and_advance()
         acc_s = accumulator(of_s, config.tile_kv)
@@ -347,10 +341,10 @@ class Forward90:
         acc_o.fill(0.0)
         for i in cutlass.range(1, walk.partial, unroll=1):
             j = walk_at(walk, self.keys, i)
-            of_k, of_v = self.tile(of_k, of_v, turns, products, operands, state, context, j, True)
+            of_k, of_v = self.tile(of_k, of_v, products, operands, state, context, j, True)
         for i in cutlass.range(walk.partial, walk.count, unroll=1):
             j = walk_at(walk, self.keys, i)
-            of_k, of_v = self.tile(of_k, of_v, turns, products, operands, state, context, j, False)
+            of_k, of_v = self.tile(of_k, of_v, products, operands, state, context, j, False)
         slot_q.release()
         slot = of_v.wait_and_advance()
         multiply(of_o, acc_o, held, operands[2][None, None, None, slot.index], True)
@@ -377,15 +371,6 @@ class Forward90:
             send(out, mine, (ROWS, e), of_heads, place.row, index)
         return [of_q, of_k, of_v]
 
-    def turns(self, wg) -> tuple:
-        """Barriers: mine, and that of the next warpgroup."""
-        count = self.config.warpgroups
-        following = (wg + 1) % count
-        return tuple(
-            pipeline.NamedBarrier(barrier_id=TURN + i, num_threads=2 * WARPGROUP)
-            for i in (wg, following)
-        )
-
     def bind_head(self, scores, place, rows):
         """What does not depend on a row: with packed heads, neither does the head."""
         if self.config.pack == 1:
@@ -405,7 +390,6 @@ class Forward90:
         self,
         of_k,
         of_v,
-        turns: Constexpr,
         products: Constexpr,
         operands,
         state,
@@ -413,32 +397,22 @@ class Forward90:
         j,
         is_partial: Constexpr,
     ):
-        """The scores of one tile of keys, and the output of the tile before it; or all of one tile."""
+        """The scores of one tile of keys, and the output of the tile before it."""
         config = self.config
         (of_s, of_o), (a_q, b_k, b_v), (acc_o, held, _, _) = products, operands, state
         acc_s = accumulator(of_s, config.tile_kv)
         slot_k = of_k.wait_and_advance()
-        if const_expr(turns is not None):
-            turns[0].arrive_and_wait()
         multiply(of_s, acc_s, a_q, b_k[None, None, None, slot_k.index], False)
         slot_v = of_v.wait_and_advance()
         multiply(of_o, acc_o, held, b_v[None, None, None, slot_v.index], True)
-        if const_expr(turns is not None):
-            turns[1].arrive()
-        if const_expr(config.overlap):
-            warpgroup.wait_group(1)
-            slot_k.release()
-            shrink = self.softmax(acc_s, state, context, j, is_partial)
-            finish_before_wait(state[3], config.hidden)
-            warpgroup.wait_group(0)
-            slot_v.release()
-        else:
-            warpgroup.wait_group(0)
-            slot_k.release()
-            slot_v.release()
-            shrink = self.softmax(acc_s, state, context, j, is_partial)
+        warpgroup.wait_group(1)
+        slot_k.release()
+        shrink = self.softmax(acc_s, state, context, j, is_partial)
+        finish_before_wait(state[3], config.hidden)
+        warpgroup.wait_group(0)
+        slot_v.release()
         rounded(held, acc_s)
-        self.scale_out(by_rows(acc_o), shrink)
+        scale_rows(by_rows(acc_o), shrink)
         return of_k, of_v
 
     @cute.jit
@@ -454,7 +428,7 @@ class Forward90:
             self.score_all(s, head, each_row, at, n0, scale, False)
         if const_expr(is_partial):
             self.hide(s, head, each_row, at, n0, kv_len)
-        return softmax.add_scores_lazily(s, top, total, factor, self.config.slack)
+        return softmax.add_scores_lazily(s, top, total, factor)
 
     @cute.jit
     def score_by_size(self, s, head: Constexpr, each_row: Constexpr, at, n0, scale):
@@ -474,19 +448,6 @@ class Forward90:
             s[r, c] = masked(pair, key < length, s[r, c])
 
     @cute.jit
-    def scale_out(self, o, shrink):
-        if const_expr(self.config.slack > 0):
-            if cute.arch.vote_any_sync((shrink[0] != 1.0) | (shrink[1] != 1.0)):
-                self.scale_rows(o, shrink)
-        else:
-            self.scale_rows(o, shrink)
-
-    @cute.jit
-    def scale_rows(self, o, shrink):
-        for r in range_constexpr(2):
-            o[r, None].store(o[r, None].load() * shrink[r])
-
-    @cute.jit
     def store_lse(self, thread, at, sums, lse, place, first, own):
         pack = self.config.pack
         if thread % 4 == 0:  # of the four lanes that share a row
@@ -497,6 +458,12 @@ class Forward90:
                     g, query = place.g + row % pack, first + row // pack
                 if query < lse.shape[3]:
                     lse[place.row, place.n, g, query] = sums[i]
+
+
+@cute.jit
+def scale_rows(o, factors):
+    for r in range_constexpr(2):
+        o[r, None].store(o[r, None].load() * factors[r])
 
 
 @cute.jit

@@ -5,7 +5,7 @@ factor that multiplies the scores.
 """
 
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, const_expr, range_constexpr
+from cutlass import Constexpr, Float32, range_constexpr
 
 from .matrix import LN_2
 
@@ -36,16 +36,13 @@ def add_scores(s, o, top, total, factor):
 
 
 @cute.jit
-def add_scores_lazily(s, top, total, factor, slack: Constexpr):
-    """As `add_scores`, but the output is left alone: returns what each row of it is to be multiplied by. 1, and the old
-    maximum stays, while the new one is at most `slack` powers of two above it (FlashAttention-4)."""
+def add_scores_lazily(s, top, total, factor):
+    """As `add_scores`, but the output is left alone: returns what each row of it is to be multiplied by."""
     shrink = cute.make_rmem_tensor_like(top)
     for r in range_constexpr(cute.size(top)):
         old = top[r]
         new = s[r, None].load().reduce(cute.ReductionOp.MAX, old, 0)
         new = cute.arch.warp_reduction_max(new, threads_in_group=4)
-        if const_expr(slack > 0):
-            new = old if (new - old) * factor <= slack else new
         base = Float32(0.0) if new == -Float32.inf else new * factor  # a row that has seen nothing
         p = cute.math.exp2(s[r, None].load() * factor - base, fastmath=True)
         shrink[r] = cute.math.exp2(old * factor - base, fastmath=True)
