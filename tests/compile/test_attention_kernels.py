@@ -122,6 +122,7 @@ SHAKEN = Case(
 )
 
 
+@pytest.mark.slow
 def test_scores_of_many_arrays_and_nan_where_masked(small_tiles):
     sizes = Sizes(1, 66, 70, 2, 2, 8, 16)
     formula = Formula(SHAKEN, sizes, "float32")

@@ -44,7 +44,10 @@ def test_interpreted_a_kernel_gives_what_its_reference_gives(kernel, arguments):
     testing.check_kernel(kernel, *arguments, gradients=False, interpreted=True)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x != "sm_90a")) for x in ARCHITECTURES],
+)
 def test_every_feature_compiles_for_every_architecture(architecture):
     for case in bridge_cases.cases():
         kernel, arguments = case.values
@@ -124,6 +127,7 @@ def test_what_recompiles_and_what_does_not():
     )
 
 
+@pytest.mark.slow
 def test_1100_kernels_with_equal_static_parts_are_one():
     """K06: jax-tvm-ffi has 1,024 places; kernels that differ in attributes, sizes or arrays share one."""
 
@@ -506,12 +510,14 @@ def test_a_second_process_takes_the_cached_kernel():
     assert name.split(".")[-1] in lowered(Saxpy(60.0), X, X)
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once():
     answers = [answer(p) for p in [child(61.0) for _ in range(3)]]
     assert len({name for name, _, _ in answers}) == 1
     assert sum(count for _, count, _ in answers) == 1
 
 
+@pytest.mark.slow
 def test_without_a_cache_each_process_compiles():
     assert answer(child(62.0, EQXCUTE_CACHE="0"))[1] == 1
     assert answer(child(62.0, EQXCUTE_CACHE="0"))[1] == 1

@@ -217,6 +217,7 @@ def short(monkeypatch):
     monkeypatch.setattr(SPAN, "CPU", dataclasses.replace(SPAN.CPU, **small))
 
 
+@pytest.mark.slow
 def test_custom_mask_learns_the_windows(short, capsys):
     SPAN.main([])
     said = capsys.readouterr().out

@@ -352,6 +352,7 @@ def whole(root, tmp_path_factory):
     return out, train_lm.train(TINY, out, root=root)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_to_the_same_bits(whole, root, tmp_path, monkeypatch):
     (tmp_path / "checkpoint.eqx").write_bytes(b"an old run's")
     with monkeypatch.context() as patch:
@@ -367,6 +368,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(whole, root, tmp_path, mo
     assert len({loss for _, loss in expected.train_curve}) == TINY.steps  # they do differ
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     """A process of its own, with a real signal; it trains on this Python's library."""
     code = f"""
