@@ -72,6 +72,10 @@ def test_work_is_counted_as_the_benchmark_counts_it():
         for backward, direction in ((False, "forward"), (True, "backward")):
             want = Case("T", "", 3, 32, 4, 4, 64, mask=mask).flops(backward)
             assert _tune.flops(_tune.Case(direction, 64, 64, name, False), sizes) == want
+    # Of five products, three have the dim of q and k, two that of v.
+    assert (
+        _tune.flops(_tune.Case("backward", 192, 128, "full", False), sizes) == 2 * 12 * 32**2 * 832
+    )
 
 
 def test_another_takes_the_place_of_the_static_one_only_if_it_is_faster():
