@@ -19,8 +19,9 @@ import queue
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -272,21 +273,23 @@ class Compilers:
     def __init__(self, count: int, dims: Sequence[tuple[int, int]], most: int):
         self._command = [sys.executable, "-m", __name__, json.dumps([dims, most])]
         self._idle: queue.Queue[subprocess.Popen[str]] = queue.Queue()
-        self._all: list[subprocess.Popen[str]] = []
+        self._all: dict[subprocess.Popen[str], IO[str]] = {}  # and what they say
+        self._closed = False
         for _ in range(count):
             self._start()
 
     def _start(self) -> None:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}  # noqa: TID251  # handed on
+        errors = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             text=True,
             env=env,
         )
-        self._all.append(process)
+        self._all[process] = errors
         self._idle.put(process)
 
     def compile(self, number: int) -> str | None:
@@ -297,16 +300,23 @@ class Compilers:
             answer = process.stdout.readline() if process.stdout else ""
         except OSError:
             answer = ""
+        if self._closed:
+            return "interrupted"
         if not answer:
             self._start()
-            return "its compiler died"
+            process.wait()
+            errors = self._all[process]
+            errors.seek(0)
+            return f"its compiler died: {errors.read().strip()[-200:]}"
         self._idle.put(process)
         return json.loads(answer)
 
     def close(self) -> None:
-        for process in self._all:
+        self._closed = True
+        for process, errors in list(self._all.items()):
             process.kill()
             process.communicate()
+            errors.close()
 
 
 # Measuring

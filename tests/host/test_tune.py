@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 import tomllib
 
 import jax.numpy as jnp
@@ -154,6 +155,26 @@ def test_the_record_and_what_fails(monkeypatch, tmp_path, capsys):
     found, wrong = _tuned.read({**record, "smoke": False}, KINDS)
     assert not wrong
     assert list(found.values()) == [_tune.static(case) for case in few]
+
+
+def test_a_process_that_compiles_and_one_that_died(monkeypatch):
+    """Each answers with what went wrong; after one that died there is another."""
+    script = (
+        "import sys\nfor line in sys.stdin: print(['null', '\"spills\"'][int(line)], flush=True)"
+    )
+    compilers = _tune.Compilers(0, [(64, 64)], 2)
+    assert json.loads(compilers._command[-1]) == [[[64, 64]], 2]
+    compilers._command = [sys.executable, "-c", script]
+    compilers._start()
+    try:
+        assert [compilers.compile(0), compilers.compile(1)] == [None, "spills"]
+        said = compilers.compile(2)
+        assert said is not None
+        assert "its compiler died" in said
+        assert "IndexError" in said
+        assert compilers.compile(1) == "spills"
+    finally:
+        compilers.close()
 
 
 def _variants(case):
