@@ -96,6 +96,7 @@ class ForwardKernel(eqxcute.Kernel):
     precision: str | None = eqxcute.static()  # of float32: "tf32" or "3xtf32"
     scale: float = eqxcute.attribute(dtype="float32")
     deterministic: bool = eqxcute.static(False)  # of the backward kernel
+    short: bool = eqxcute.static(False)  # a tile of queries meets few tiles of keys
     config: Any = eqxcute.static(None)  # by default that for the architecture
 
     def out_dtypes(self, q, k, v, *rest):
@@ -127,8 +128,11 @@ class ForwardKernel(eqxcute.Kernel):
         """Hopper's kernel where it has tiles."""
         tile = None if self.layout is None else self.layout.tile
         if _arch.current() == _config.HOPPER:
+            facts, dim, v_dim, dtype = _facts(q, v)
             scored = self.functions.score is not None
-            found = _config.hopper_forward(*_facts(q, v), tile, scored=scored)
+            found = _config.hopper_forward(facts, dim, v_dim, dtype, tile, scored=scored)
+            if found is not None and self.short:
+                found = _config.persistent(found, facts, dim, v_dim, tile)
             if found is not None:
                 return found
         tiles = functools.partial(_config.forward, costly=self.functions.costly_score)

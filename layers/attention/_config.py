@@ -425,9 +425,9 @@ def _hopper(widest: int, widest_v: int, tile_kv: int, warpgroups: int, stages: i
 # Dim 64 is bound by exponentials: three warpgroups, whose softmax runs beside their products. From 96 on two warpgroups
 # hide each other's: see CONTRIBUTING.md.
 HOPPER_FORWARD: Final = (
-    _hopper(64, 64, 128, 3, 2, hidden=2, persistent=True),
-    _hopper(64, 64, 128, 2, 2, hidden=2, persistent=True),
-    _hopper(128, 128, 128, 2, 2, persistent=True),
+    _hopper(64, 64, 128, 3, 2, hidden=2),
+    _hopper(64, 64, 128, 2, 2, hidden=2),
+    _hopper(128, 128, 128, 2, 2),
     _hopper(192, 128, 128, 2, 2),
     _hopper(256, 256, 64, 2, 2),
 )
@@ -487,6 +487,19 @@ def hopper_forward(
     if found is not None and hopper_forward_fits(found, facts, dim, v_dim, tile):
         return found
     return hopper_forward_table(facts, dim, v_dim, tile)
+
+
+# Tiles of 128 keys that a tile of queries meets, on average: with no more a persistent grid pays, since loads of the next
+# tile begin while this one ends. With more its longer loop costs more. See CONTRIBUTING.md.
+SHORT: Final = 16
+
+
+def persistent(
+    config: Sm90Forward, facts: Facts, dim: int, v_dim: int, tile: Tile | None = None
+) -> Sm90Forward:
+    """The same with a persistent grid, if that fits."""
+    found = dataclasses.replace(config, persistent=True)
+    return found if hopper_forward_fits(found, facts, dim, v_dim, tile) else config
 
 
 def hopper_backward_bytes(config: Sm90Backward, dim: int, v_dim: int, bits: int) -> int:
@@ -550,14 +563,14 @@ def hopper_backward(
 
 
 def map_tile(
-    architecture: str | None, dim: int, v_dim: int, dtype: str, *, scored: bool = False
-) -> Tile:
-    """Queries and keys in a tile of the map that is made for a forward kernel. `architecture`: None where it is not known."""
+    architecture: str, dim: int, v_dim: int, dtype: str, *, scored: bool = False
+) -> Tile | None:
+    """Queries and keys in a tile of the map that is made for a forward kernel, if that is not `MAP_TILE`."""
     if architecture != HOPPER or dtype not in BITS:
-        return MAP_TILE
+        return None
     facts = ARCHITECTURES[HOPPER]
     found = hopper_forward(facts, dim, v_dim, dtype, scored=scored, sparse=True)
-    return MAP_TILE if found is None else map_tile_of(found)
+    return None if found is None else map_tile_of(found)
 
 
 def map_tile_of(config: Sm90Forward) -> Tile:

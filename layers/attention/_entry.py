@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, get_args
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from eqxcute import ArchitectureError, _arch
@@ -211,6 +212,7 @@ def _by_kernel(
     lists = layout = None
     (mask_program, mask_captured), (score_program, score_captured) = mask, score
     mask_function, score_function, mask_arrays, score_arrays = None, None, (), ()
+    short = _is_short(k.shape[-3], None)
     if mask_program is not None:
         # A mask has no derivative. Known values stay known, so that their tile map is a constant.
         mask_captured = [
@@ -232,26 +234,39 @@ def _by_kernel(
             _check_tiles_of_kernel(tiles)
             sizes, pair = tiles, (tiles.forward, tiles.backward)
         layout = MapLayout((), "b" in sizes.depends, "h" in sizes.depends, sizes.tile, backward)
+        short = _is_short(k.shape[-3], pair[0])
         lists = tuple(None if x is None else _arrays_of(x) for x in pair)
     if score_program is not None:
         score_function, score_arrays = compiled(score_program, score_captured)
     functions, arrays = Functions(mask_function, score_function), (mask_arrays, score_arrays)
+    settings["short"] = short
     return _attend.attend(q, k, v, functions, arrays, lists, layout, **settings)
 
 
+def _is_short(kv_len: Any, lists: TileLists | None) -> bool:
+    """Whether a tile of queries meets few tiles of keys, on average. Where a map is not known, half of all are guessed."""
+    if not isinstance(kv_len, int):
+        return False  # symbolic, in an export
+    met = kv_len / MAP_TILE[1]
+    if lists is not None and isinstance(lists.full, jax.core.Tracer):
+        met /= 2
+    elif lists is not None and lists.full.size:
+        met = float(np.mean(np.asarray(lists.partial) + np.asarray(lists.full)))
+    return met <= _config.SHORT
+
+
 def _map_tile(q: jax.Array, v: jax.Array, scored: bool) -> tuple[int, int]:
+    """Of a map that is made for one call."""
     try:
         architecture = _arch.current()
-    except (
-        ArchitectureError
-    ):  # it is only known when the call is lowered, and any kernel takes these
-        return MAP_TILE
+    except ArchitectureError:
+        return MAP_TILE  # it is only known when the call is lowered, and any kernel takes these
     dim, v_dim = _attend.padded_dims(q, v)
-    return _config.map_tile(architecture, dim, v_dim, q.dtype.name, scored=scored)
+    return _config.map_tile(architecture, dim, v_dim, q.dtype.name, scored=scored) or MAP_TILE
 
 
 def _arrays_of(lists: TileLists) -> tuple[jax.Array, ...]:
-    return lists.tiles, lists.partial, lists.full, lists.order
+    return tuple(jnp.asarray(x) for x in (lists.tiles, lists.partial, lists.full, lists.order))
 
 
 def _missing(

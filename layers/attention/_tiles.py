@@ -237,7 +237,8 @@ def tile_map(
     program, captured = trace_mask(mask_fn)
     sizes = sizes._replace(depends=depends_on(program.code))
     # None: which platform this will be lowered for is not known yet, and the kernel's lowering picks.
-    forward, backward = lists_of(program, captured, sizes, implementation != "xla")
+    made = lists_of(program, captured, sizes, implementation != "xla")
+    forward, backward = jax.tree.map(jnp.asarray, made)
     if backward is None:
         raise RuntimeError("Internal error: a map without lists of queries.")
     return TileMap(forward, backward, *sizes, digest=program.code.digest)
@@ -348,7 +349,8 @@ def _numpy_lists(verdicts: np.ndarray) -> TileLists:
     tiles = np.argsort(kinds, axis=-1, kind="stable").astype(np.int32)
     partial, full = (np.sum(verdicts == k, -1, dtype=np.int32) for k in (PARTIAL, FULL))
     order = np.argsort(-(partial + full), axis=-1, kind="stable").astype(np.int32)
-    return TileLists(*map(jnp.asarray, (tiles, partial, full, order)))
+    arrays: Any = tiles, partial, full, order
+    return TileLists(*arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -362,13 +364,15 @@ def _jax_lists(verdicts: Array, kernel: bool) -> TileLists:
     compact = CompactKernel() if kernel and verdicts.size else CompactKernel().reference
     tiles, partial, full = compact(verdicts)
     order = jnp.argsort(-(partial + full), axis=-1, stable=True).astype(jnp.int32)
-    return TileLists(tiles, partial, full, order)
+    arrays: Any = tiles, partial, full, order
+    return TileLists(*arrays)
 
 
 def lists_of(
     program: Program, captured: Sequence[Any], sizes: Sizes, kernel: bool, both: bool = True
 ) -> tuple[TileLists, TileLists | None]:
-    """The forward and the backward lists of a mask. Unless `both`, the latter only where they cost nothing.
+    """The forward and the backward lists of a mask. Unless `both`, the latter only where they cost nothing. In NumPy where
+    the mask is known.
 
     `kernel`: whether the kernel may make them.
     """

@@ -52,6 +52,8 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from eqxcute.inline import Scaled
+
 from .._config import BEFORE, Sm80Queries, Sm90Backward
 from .after import After90, dq_columns
 from .backward import targets_of
@@ -60,11 +62,11 @@ from .bins import clear, fold
 from .captured import Captured, start_captured
 from .functions import (
     Scores,
+    all_small,
     bind_head,
     bind_scores,
     derivatives,
     join_scores,
-    largest,
     masked,
     of_small,
     scored,
@@ -585,7 +587,7 @@ class Backward90:
         the score where all of a warp's are small."""
         if const_expr(self.small is None):
             self.exponentials_of(work, head, acc, p, stage, m0, limit, is_partial)
-        elif cute.arch.vote_all_sync(largest(acc) * work.scale <= self.small):
+        elif all_small(acc, work.scale, self.small):
             small = dataclasses.replace(head, are_small=True)
             self.exponentials_of(work, small, acc, p, stage, m0, limit, is_partial)
         else:
@@ -617,7 +619,7 @@ class Backward90:
         query = step.base + step.by
         pair = join_scores(head.keys[r], bind_scores(head.scores, q_idx=step))
         if self.score is not None:
-            x = x * work.scale
+            x = Scaled(x, work.scale)
             pair = of_small(pair) if head.are_small else pair
             slopes = derivatives(pair, x)
             x = scored(pair, x)

@@ -34,12 +34,14 @@ from cutlass import Constexpr, Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
+from eqxcute.inline import Scaled
+
 from .._config import SMS, Sm90Forward
 from . import softmax
 from .functions import (
+    all_small,
     bind_head,
     bind_scores,
-    largest,
     masked,
     of_small,
     pairs,
@@ -433,14 +435,14 @@ class Forward90:
     @cute.jit
     def score_by_size(self, s, head: Constexpr, each_row: Constexpr, at, n0, scale):
         """The score function, without special functions where all of a warp's scores are small."""
-        if cute.arch.vote_all_sync(largest(s) * scale <= self.small):
+        if all_small(s, scale, self.small):
             self.score_all(s, head, each_row, at, n0, scale, True)
         else:
             self.score_all(s, head, each_row, at, n0, scale, False)
 
     def score_all(self, s, head, each_row, at, n0, scale, are_small: bool):
         for r, c, _, pair in pairs(head, each_row, at, n0):
-            s[r, c] = scored(of_small(pair) if are_small else pair, s[r, c] * scale)
+            s[r, c] = scored(of_small(pair) if are_small else pair, Scaled(s[r, c], scale))
 
     def hide(self, s, head, each_row, at, n0, length):
         """The mask, of a partial tile."""

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from eqxcute.inline import Code, Step, bind, join, results, small, small_scores, start
+from eqxcute.inline import Code, Scaled, Step, bind, join, results, small, small_scores, start
 
 from .walk import Place
 
@@ -105,15 +105,16 @@ def of_small(pair: Scores) -> Scores:
     return Scores(pair.mask, *[None if p is None else small(p) for p in parts])
 
 
-def largest(s: cute.Tensor) -> Float32:
-    """The size of the largest of a thread's numbers. A NaN is none."""
+def all_small(s: cute.Tensor, scale: Float32, limit: float) -> Boolean:
+    """Whether all products of a warp make small scores. A NaN is one, and stays one."""
     found = Float32(0.0)
     for i in range(cute.size(s)):
         found = cute.arch.fmax(found, cute.math.absf(s[i]))
-    return found
+    usual = (scale > 2.0**-8) & (scale < 2.0**8)
+    return cute.arch.vote_all_sync(found <= select(usual, limit / scale, Float32(-1.0)))
 
 
-def scored(pair: Scores, score: Float32) -> Float32:
+def scored(pair: Scores, score: Float32 | Scaled) -> Float32:
     """The score of a pair, from the scaled product."""
     return score if pair.score is None else results(bind(pair.score, score=score))[0]
 
@@ -129,7 +130,7 @@ def masked(pair: Scores, inside: Boolean, value: Float32) -> Float32:
     return select(inside if keep is None else inside & keep, value, -Float32.inf)
 
 
-def derivatives(pair: Scores, score: Float32) -> tuple:
+def derivatives(pair: Scores, score: Float32 | Scaled) -> tuple:
     """The results of the derivative's code, from the scaled product: first d score / d product."""
     return results(bind(pair.derivative, score=score))
 
