@@ -17,6 +17,7 @@ from ._dependence import Kind as Kind, index_kind as index_kind
 from ._differentiate import Derivative as Derivative, Read as Read, differentiate as differentiate
 from ._emit import (
     Partial as Partial,
+    Scaled as Scaled,
     Step as Step,
     bind as bind,
     join as join,

@@ -42,22 +42,31 @@ _SIXTEEN = ("float16", "bfloat16")
 
 class Value(NamedTuple):
     """An MLIR value with JAX's name of its dtype, and what it can be. A constant has no `ir` until it is used, and what is
-    `factor` times what is held is not multiplied before. `step`: it is the sum of an MLIR value and a number."""
+    held times `factor`, and times the MLIR value `scale`, is not multiplied before. `step`: it is the sum of an MLIR value and
+    a number."""
 
     dtype: str
     range: Interval
     held: Any = None
     constant: Any = None
     factor: float = 1.0
+    scale: Any = None
     step: tuple[Any, int] | None = None
 
     @property
     def ir(self) -> Any:
         if self.constant is not None:
             return _constant(self.constant, self.dtype)
-        if np.float32(self.factor) == 1:
-            return self.held
-        return arith.mulf(self.held, _like(self.held, self.factor))
+        by = _product(self.scale, self.factor)
+        return self.held if by is None else arith.mulf(self.held, by)
+
+
+def _product(scale: Any, factor: float) -> Any:
+    """None for 1."""
+    if np.float32(factor) == 1:
+        return scale
+    number = _number(factor, ir.F32Type.get())
+    return number if scale is None else arith.mulf(scale, number)
 
 
 class To(NamedTuple):
@@ -940,9 +949,13 @@ def _atanh(to, a):
 
 def _horner(x, coefficients: Sequence[float]):
     """A polynomial, the constant term first, in fused multiply-adds."""
-    found = _like(x, coefficients[-1])
-    for c in coefficients[-2::-1]:
-        found = mlir_math.fma(found, x, _like(x, c))
+    return _horner_of(x, [_like(x, c) for c in coefficients])
+
+
+def _horner_of(x, terms: Sequence[Any]):
+    found = terms[-1]
+    for term in terms[-2::-1]:
+        found = mlir_math.fma(found, x, term)
     return found
 
 
@@ -1055,10 +1068,11 @@ def _nextafter(to, a, b):
 
 
 class Multiple(NamedTuple):
-    """`factor` times `held`."""
+    """`held` times `factor`, and times `scale`."""
 
     held: Any
     factor: float
+    scale: Any = None
 
 
 def multiple(to: To, op: str, inputs: Sequence[Value]) -> Multiple | None:
@@ -1079,35 +1093,47 @@ def _multiple(to: To, op: str, a: Value, b: Value | None = None, *_) -> Multiple
     if op == "tanh":
         return _tanh_of_score(to, a)
     if op == "neg":
-        return Multiple(a.held, -a.factor)
+        return Multiple(a.held, -a.factor, a.scale)
     if op == "mul" and b.constant is not None:
-        return Multiple(a.held, a.factor * float(b.constant))
+        return Multiple(a.held, a.factor * float(b.constant), a.scale)
+    if op == "div" and b.constant is not None and _has_reciprocal(b):
+        return Multiple(a.held, a.factor / float(b.constant), a.scale)
+    if a.scale is not None or b is None or b.scale is not None:
+        return None
     if op == "mul":
         return Multiple(arith.mulf(a.held, b.held), a.factor * b.factor)
-    if op == "div" and b.constant is not None and _has_reciprocal(b):
-        return Multiple(a.held, a.factor / float(b.constant))
     if op in ("add", "sub") and b.constant is None and a.factor == b.factor:
         return Multiple((arith.addf if op == "add" else arith.subf)(a.held, b.held), a.factor)
     return None
 
 
 # (tanh(x) / x - 1) / x^2 in x^2, up to `_small.SMALL`. Of all such polynomials the one with which the largest relative error
-# of tanh is least, 2^-21.5: by Remez's exchange in float64, then rounded. In float32 it is 2^-21.
-_TANH = (-0.33331085, 0.132876602, -0.0510163747, 0.013938171)
+# of tanh is least, 2^-20.6: by Remez's exchange in float64, then rounded. In float32 tanh is right to 2^-20.4.
+_TANH = (-0.333281593, 0.132053597, -0.0447506447)
 
 
 def _tanh_of_score(to: To, a: Value) -> Multiple:
-    """1 - 2 / (1 + exp(2x)), right to 2^-21; where x is small a polynomial, right to 2^-21 of tanh."""
+    """1 - 2 / (1 + exp(2x)), right to 2^-21; where x is small a polynomial, right to 2^-20.4 of tanh."""
     if to.fast == "small":
-        x, factor = a.held, a.factor
-        if not 2.0**-8 < abs(factor) < 2.0**8:
-            x, factor = a.ir, 1.0
-        terms = [c * factor ** (2 * k) for k, c in enumerate((1.0, *_TANH))]
-        return Multiple(arith.mulf(x, _horner(arith.mulf(x, x), terms)), factor)
+        return _small_tanh(a)
     x, two = a.held, 2 * math.log2(math.e)
-    e = _ex2(arith.mulf(x, _like(x, a.factor * two)))
+    e = _ex2(arith.mulf(x, _product(a.scale, a.factor * two)))
     one = _like(x, 1.0)
     return Multiple(mlir_math.fma(_like(x, -2.0), _rcp(arith.addf(one, e)), one), 1.0)
+
+
+def _small_tanh(a: Value) -> Multiple:
+    """What is held is not multiplied by its scale: the terms are."""
+    x, factor, scale = a.held, a.factor, a.scale
+    if not 2.0**-8 < abs(factor) < 2.0**8:
+        x, factor, scale = a.ir, 1.0, None
+    terms = [_like(x, c * factor ** (2 * k)) for k, c in enumerate((1.0, *_TANH))]
+    if scale is not None:
+        power, square = scale, arith.mulf(scale, scale)
+        for k, term in enumerate(terms):
+            terms[k] = arith.mulf(power, term)
+            power = arith.mulf(power, square)
+    return Multiple(arith.mulf(x, _horner_of(arith.mulf(x, x), terms)), factor)
 
 
 def words(value: Value, dtype: str) -> list[Any]:

