@@ -16,6 +16,15 @@ MASKED = Case(lambda c: (causal, None))
 PLAIN = Case(lambda c: (None, None))
 
 
+def soft(c):
+    """Of normal scores, some warps' are all small, others' are not; and biases of the distance."""
+
+    def score(s, b, h, q_idx, kv_idx):
+        return 7 * jnp.tanh(s / 7) - 0.05 * abs(q_idx - kv_idx)
+
+    return causal, score
+
+
 def window_and_score(c):
     """A window that starts after some keys, and a score whose slope is NaN where nothing is seen."""
 
@@ -41,6 +50,7 @@ def _captured(c):
 
 
 WINDOW = Case(window_and_score)
+SOFT = Case(soft)
 ARRAYS = {"slopes": (2,), "table": (121,), "keys": (150,), "queries": (2, 200), "pairs": (200, 150)}
 CAPTURED = Case(_captured, ARRAYS)
 

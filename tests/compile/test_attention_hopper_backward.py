@@ -7,6 +7,7 @@ from attention_hopper import (
     CAPTURED,
     MASKED,
     PLAIN,
+    SOFT,
     WINDOW,
     assert_registers_suffice,
     window_and_score,
@@ -31,6 +32,7 @@ DETERMINISTIC = {"deterministic": True}
                 # Queries that see nothing.
                 (WINDOW, Sizes(1, 150, 200, 2, 1, 64, 64), "bfloat16"),
                 (MASKED, Sizes(2, 200, 200, 4, 2, 128, 128), "bfloat16"),
+                (SOFT, Sizes(1, 130, 200, 2, 1, 64, 64), "bfloat16"),
                 (PLAIN, Sizes(1, 77, 130, 2, 2, 128, 128), "float16"),
                 (PLAIN, Sizes(1, 1, 200, 2, 1, 96, 96), "bfloat16"),
                 (WINDOW, Sizes(1, 200, 77, 2, 1, 8, 8), "bfloat16"),
