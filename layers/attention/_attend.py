@@ -96,17 +96,36 @@ class ForwardKernel(eqxcute.Kernel):
     precision: str | None = eqxcute.static()  # of float32: "tf32" or "3xtf32"
     scale: float = eqxcute.attribute(dtype="float32")
     deterministic: bool = eqxcute.static(False)  # of the backward kernel
-    short: bool = eqxcute.static(False)  # a tile of queries meets few tiles of keys
+    sizing: _config.Sizing = eqxcute.static(_config.Sizing())
     config: Any = eqxcute.static(None)  # by default that for the architecture
 
     def out_dtypes(self, q, k, v, *rest):
         return v.dtype, jnp.float32
 
-    def workspace(self, *arguments):
-        return (jax.ShapeDtypeStruct((1,), jnp.int32),)  # how many tiles are taken
+    def workspace(self, q, k, v, *rest):
+        counter = jax.ShapeDtypeStruct((1,), jnp.int32)  # how many tiles are taken
+        if not self.sizing.split:
+            return (counter,)
+        *lead, q_len, kv_heads, group, _ = q.shape
+        lines = math.prod(lead) * kv_heads * group
+        parts = _config.parts_of(self.sizing, lines, q_len, k.shape[-3]), math.prod(lead)
+        shapes = (*parts, q_len, kv_heads, group, v.shape[-1]), (*parts, kv_heads, group, q_len)
+        return counter, *[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     def launch(
-        self, stream, q, k, v, rows, heads, lists, mask_arrays, score_arrays, out, lse, counter
+        self,
+        stream,
+        q,
+        k,
+        v,
+        rows,
+        heads,
+        lists,
+        mask_arrays,
+        score_arrays,
+        out,
+        lse,
+        *scratch,
     ):
         from ._kernels.forward import Forward
         from ._kernels.forward90 import Forward90
@@ -115,14 +134,14 @@ class ForwardKernel(eqxcute.Kernel):
         config = self.config or self._tiles(q, v)
         codes = functions.mask_code, functions.score_code
         if isinstance(config, _config.Sm90Forward):
-            kernel, scratch = Forward90(config, *codes, self.layout), (counter,)
+            kernel, extra = Forward90(config, *codes, self.layout), (scratch,)
         else:
-            kernel, scratch = Forward(config, *codes, self.layout, _passes(self.precision)), ()
+            kernel, extra = Forward(config, *codes, self.layout, _passes(self.precision)), ()
         mask_arrays = functions.mask_operands(mask_arrays)
         score_arrays = functions.score_operands(score_arrays)
         lists = None if lists is None else lists[0]
         where = rows, heads, lists, mask_arrays, score_arrays
-        kernel(stream, q, k, v, *where, out, lse, *scratch, self.scale)
+        kernel(stream, q, k, v, *where, out, lse, *extra, self.scale)
 
     def _tiles(self, q, v) -> Any:
         """Hopper's kernel where it has tiles."""
@@ -131,10 +150,8 @@ class ForwardKernel(eqxcute.Kernel):
             facts, dim, v_dim, dtype = _facts(q, v)
             scored = self.functions.score is not None
             found = _config.hopper_forward(facts, dim, v_dim, dtype, tile, scored=scored)
-            if found is not None and self.short:
-                found = _config.persistent(found, facts, dim, v_dim, tile)
             if found is not None:
-                return found
+                return _config.sized(found, self.sizing, facts, dim, v_dim, tile)
         tiles = functools.partial(_config.forward, costly=self.functions.costly_score)
         return _configured(tiles, q, v, tile)
 

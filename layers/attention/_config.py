@@ -96,6 +96,9 @@ class Sm90Forward:
     hidden: int = 0  # of a thread's two rows, whose exponentials run beside the output's product
     persistent: bool = False  # a CTA takes tile after tile, and out has memory of its own
     pack: int = 1  # query heads of a kv head that lie in one tile, as rows
+    split: bool = (
+        False  # the keys of a tile are shared out to several CTAs, whose results are combined
+    )
 
     @property
     def tile_q(self) -> int:
@@ -212,6 +215,17 @@ class BeforeBackward:
 
 # Not measured.
 BEFORE: Final = BeforeBackward()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Of what combines the parts of split keys. Frozen: it is in the compile key."""
+
+    warps: int = 4  # a CTA; each takes a query of a head
+
+
+# Not measured.
+COMBINE: Final = Combination()
 
 
 # Which tiles a kernel takes. Shared memory decides, and then what was fastest on an H200: see CONTRIBUTING.md.
@@ -492,14 +506,73 @@ def hopper_forward(
 # Tiles of 128 keys that a tile of queries meets, on average: with no more a persistent grid pays, since loads of the next
 # tile begin while this one ends. With more its longer loop costs more. See CONTRIBUTING.md.
 SHORT: Final = 16
+ROWS: Final = 64  # of a warpgroup
 
 
-def persistent(
-    config: Sm90Forward, facts: Facts, dim: int, v_dim: int, tile: Tile | None = None
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """What is decided from the sizes of a call. Frozen: it is in the compile key, which has the sizes not. Any of them is
+    right for any sizes, and fast for those that it was made from."""
+
+    short: bool = False  # a tile of queries meets few tiles of keys
+    few: bool = False  # all query heads that lie in one tile have no more rows than a warpgroup
+    pack: int = 1  # how many those are
+    split: bool = False  # keys are shared out
+
+
+def sizing(lines: int, q_len: int, kv_len: int, group: int, *, met: float, alike: bool) -> Sizing:
+    """For `lines` of batch and query heads, of which `group` share a kv head. `met`: tiles of keys that a tile of queries
+    meets. `alike`: a map's lists are the same for all heads."""
+    pack = min(group & -group, ROWS) if alike and q_len < ROWS else 1
+    few = q_len * pack <= ROWS
+    found = Sizing(short=met <= SHORT, few=few, pack=pack)
+    return dataclasses.replace(found, split=parts_of(found, lines, q_len, kv_len) > 1)
+
+
+def parts_of(sizing: Sizing, lines: int, q_len: int, kv_len: int) -> int:
+    """To how many CTAs the keys of a tile are shared out: so many that their waves take the least time. A CTA takes two
+    tiles' time to begin and end, and combining takes four."""
+    rows = ROWS if sizing.few else 2 * ROWS
+    works = lines // sizing.pack * -(-q_len * sizing.pack // rows)
+    tiles = -(-kv_len // MAP_TILE[1])
+    if works > 4 * SMS:
+        return 1
+
+    def time(parts):
+        waves = -(-works * parts // SMS)
+        return waves * (-(-tiles // parts) + 2) + (4 if parts > 1 else 0)
+
+    return min(range(1, min(max(tiles, 1), SMS) + 1), key=time)
+
+
+# Of few rows: one warpgroup, and as many keys and values on their way as shared memory holds.
+HOPPER_FEW: Final = (
+    _hopper(64, 64, 128, 1, 6),
+    _hopper(128, 128, 128, 1, 3),
+    _hopper(192, 128, 128, 1, 2),
+    _hopper(256, 256, 64, 1, 3),
+)
+
+
+def sized(
+    config: Sm90Forward, sizing: Sizing, facts: Facts, dim: int, v_dim: int, tile: Tile | None
 ) -> Sm90Forward:
-    """The same with a persistent grid, if that fits."""
-    found = dataclasses.replace(config, persistent=True)
-    return found if hopper_forward_fits(found, facts, dim, v_dim, tile) else config
+    """The configuration as the sizes of a call want it, as far as that fits."""
+    columns = tile_columns(dim, 16), tile_columns(v_dim, 16)
+    wanted = []
+    if sizing.few:
+        wanted = [c for w, c in HOPPER_FEW if columns[0] <= w[0] and columns[1] <= w[1]]
+    for base in (*wanted, config):
+        pack = sizing.pack if base.tile_q % sizing.pack == 0 else 1
+        found = dataclasses.replace(base, pack=pack, split=sizing.split)
+        if hopper_forward_fits(found, facts, dim, v_dim, tile):
+            break
+    else:
+        return config
+    if not sizing.short or sizing.split:
+        return found
+    always = dataclasses.replace(found, persistent=True)
+    return always if hopper_forward_fits(always, facts, dim, v_dim, tile) else found
 
 
 def hopper_backward_bytes(config: Sm90Backward, dim: int, v_dim: int, bits: int) -> int:

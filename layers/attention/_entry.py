@@ -212,7 +212,7 @@ def _by_kernel(
     lists = layout = None
     (mask_program, mask_captured), (score_program, score_captured) = mask, score
     mask_function, score_function, mask_arrays, score_arrays = None, None, (), ()
-    short = _is_short(k.shape[-3], None)
+    met, alike = _tiles_met(k.shape[-3], None), True
     if mask_program is not None:
         # A mask has no derivative. Known values stay known, so that their tile map is a constant.
         mask_captured = [
@@ -234,25 +234,29 @@ def _by_kernel(
             _check_tiles_of_kernel(tiles)
             sizes, pair = tiles, (tiles.forward, tiles.backward)
         layout = MapLayout((), "b" in sizes.depends, "h" in sizes.depends, sizes.tile, backward)
-        short = _is_short(k.shape[-3], pair[0])
+        met, alike = _tiles_met(k.shape[-3], pair[0]), not layout.has_h
         lists = tuple(None if x is None else _arrays_of(x) for x in pair)
     if score_program is not None:
         score_function, score_arrays = compiled(score_program, score_captured)
     functions, arrays = Functions(mask_function, score_function), (mask_arrays, score_arrays)
-    settings["short"] = short
+    sizes = math.prod(batch) * kv_heads * group, q_len, k.shape[-3], group
+    if all(isinstance(n, int) for n in sizes):  # not symbolic, as in an export
+        settings["sizing"] = _config.sizing(*sizes, met=met, alike=alike)
     return _attend.attend(q, k, v, functions, arrays, lists, layout, **settings)
 
 
-def _is_short(kv_len: Any, lists: TileLists | None) -> bool:
-    """Whether a tile of queries meets few tiles of keys, on average. Where a map is not known, half of all are guessed."""
-    if not isinstance(kv_len, int):
-        return False  # symbolic, in an export
-    met = kv_len / MAP_TILE[1]
-    if lists is not None and isinstance(lists.full, jax.core.Tracer):
-        met /= 2
-    elif lists is not None and lists.full.size:
-        met = float(np.mean(np.asarray(lists.partial) + np.asarray(lists.full)))
-    return met <= _config.SHORT
+def _tiles_met(kv_len: Any, lists: TileLists | None) -> float:
+    """How many tiles of keys a tile of queries meets, on average. Where a map is not known, half of all are guessed."""
+    met = kv_len / MAP_TILE[1] if isinstance(kv_len, int) else math.inf
+    if lists is None:
+        return met
+    if isinstance(lists.full, jax.core.Tracer):
+        return met / 2
+    return (
+        float(np.mean(np.asarray(lists.partial) + np.asarray(lists.full)))
+        if lists.full.size
+        else 0.0
+    )
 
 
 def _map_tile(q: jax.Array, v: jax.Array, scored: bool) -> tuple[int, int]:

@@ -57,7 +57,6 @@ MOST, MOST_QUICK = 8, 4  # candidates of a case
 FORWARD: Final[Mapping[str, tuple]] = {
     "tile_kv": (176, 160, 128, 96, 80, 64),
     "hidden": (0, 1, 2),
-    "persistent": (True, False),
     "warpgroups": (2, 3),
     "stages": (2, 3, 4),
 }

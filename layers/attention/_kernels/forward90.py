@@ -19,6 +19,9 @@
     compute               S_0 | softmax_0 |  S_1, O += P_0 V_0  | softmax_1 | S_2, O += P_1 V_1 ...
                                                  \\ softmax_1 begins when S_1 is there, while P_0 V_0 still runs
 
+    `split`: the tiles of keys that a tile of queries meets are shared out to several CTAs. Their results are float32, and
+    combine.py makes one of them: for so few queries that they would leave multiprocessors idle
+
     end        out by TMA, through the memory of q, whose rows nobody else reads, or its own if `persistent`
 
 Registers hold S (64 x `tile_kv`), P, rounded, and O: `tile_kv` / 2 + `tile_kv` / 4 + v_dim / 2 a thread.
@@ -36,8 +39,9 @@ from cutlass.memory import SmemAllocator
 
 from eqxcute.inline import Scaled
 
-from .._config import SMS, Sm90Forward
+from .._config import COMBINE, SMS, Sm90Forward
 from . import softmax
+from .combine import Combine
 from .functions import (
     all_small,
     bind_head,
@@ -75,7 +79,7 @@ from .hopper import (
 )
 from .matrix import LOG2_E, width
 from .roles import MAILS, Plan, Ring, Role, start_copies, start_rings
-from .walk import Axis, MapLayout, find_walk, grid_size, place_at, walk_at
+from .walk import Axis, MapLayout, find_walk, grid_size, part_of, place_at, walk_at
 
 DONE = 4  # the first of those by which a warpgroup ends
 READ = 7  # all have read q
@@ -122,7 +126,7 @@ class Forward90:
         score_arrays,
         out,
         lse,
-        counter,
+        scratch,
         scale,
     ):
         config, dtype = self.config, q.element_type
@@ -144,6 +148,10 @@ class Forward90:
         works = grid_size(
             self.queries, q.shape[1], heads.shape[0] * (heads.shape[1] // config.pack), rows
         )
+        counter, *results = scratch
+        part_out, part_lse = results if const_expr(config.split) else (None, lse)
+        if const_expr(config.split):
+            works = works * part_lse.shape[0]
         grid = works
         if const_expr(config.persistent):
             grid = cutlass.min(works, SMS)
@@ -162,7 +170,8 @@ class Forward90:
                 lists,
                 mask_arrays,
                 score_arrays,
-                lse,
+                part_lse,
+                part_out,
                 scale,
                 (dtype, d, e),
             ).launch(
@@ -171,6 +180,8 @@ class Forward90:
                 min_blocks_per_mp=1,
                 stream=stream,
             )
+        if const_expr(config.split):
+            Combine(COMBINE)(stream, part_out, part_lse, out, lse)
 
     @cute.kernel
     def reset(self, counter):
@@ -191,6 +202,7 @@ class Forward90:
         mask_arrays,
         score_arrays,
         lse,
+        part_out,
         scale,
         facts: Constexpr,
     ):
@@ -218,7 +230,8 @@ class Forward90:
         start_rings()
 
         x, _, _ = cute.arch.block_idx()
-        where = (q_len, kv_len, rows, heads, lists)
+        parts_count = lse.shape[0] if const_expr(config.split) else None
+        where = (q_len, kv_len, rows, heads, lists, parts_count)
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.role("load").registers)
             if warp == 0:
@@ -240,7 +253,7 @@ class Forward90:
             cute.arch.setmaxregister_increase(plan.role("compute").registers)
             read = [ring.make_consumer() for ring in rings]
             tiles = (sQ, sK, sV, sO)
-            rest = (copies[3], mask_arrays, score_arrays, lse, scale)
+            rest = (copies[3], mask_arrays, score_arrays, lse, part_out, scale)
             if const_expr(config.persistent):
                 posts = mail.make_consumer()
                 while x < works:
@@ -266,21 +279,27 @@ class Forward90:
             found = cute.arch.shuffle_sync(number, 0) + first
         return found
 
+    @cute.jit
     def find(self, x, where):
-        """The place and the walk of a tile, and its head in views of queries: kv heads, and in each as many parts of its
-        query heads as are packed."""
-        q_len, kv_len, rows, heads, lists = where
-        pack = self.config.pack
+        """The place and the walk of a tile; its head in views of queries: kv heads, and in each as many parts of its query
+        heads as are packed; how many keys there are; the part."""
+        q_len, kv_len, rows, heads, lists, count = where
+        pack, part = self.config.pack, Int32(0)
+        if const_expr(self.config.split):
+            x, part = x // count, x % count
         what = self.queries, q_len, heads, rows, lists, self.layout, True, pack, True
         place = place_at(x, *what)
         walk = find_walk(self.queries, self.keys, place, kv_len, rows, lists, self.layout)
-        return place, walk, (place.n * heads.shape[1] + place.g) // pack
+        if const_expr(self.config.split):
+            walk, is_some = part_of(walk, part, count)
+            kv_len = kv_len if is_some else Int32(0)
+        return place, walk, (place.n * heads.shape[1] + place.g) // pack, kv_len, part
 
     @cute.jit
     def load(self, x, copies, tiles, rings, where, facts: Constexpr):
         _, d, e = facts
         config = self.config
-        place, walk, head = self.find(x, where)
+        place, walk, head, _, _ = self.find(x, where)
         sQ, sK, sV = tiles
         qs, qg = parts(copies[0], sQ, (config.tile_q, d), head, place.row)
         ks, kg = parts(copies[1], sK, (config.tile_kv, d), place.n, place.row)
@@ -302,9 +321,9 @@ class Forward90:
         dtype, d, e = facts
         config = self.config
         sQ, sK, sV, sO = tiles
-        _, kv_len, rows, heads, _ = where
-        out, mask_arrays, score_arrays, lse, scale = rest
-        place, walk, of_heads = self.find(x, where)
+        _, _, rows, heads, _, _ = where
+        out, mask_arrays, score_arrays, lse, part_out, scale = rest
+        place, walk, of_heads, kv_len, part = self.find(x, where)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = warp // 4 - 1
@@ -354,7 +373,33 @@ class Forward90:
         slot.release()
 
         sums = softmax.finish(by_rows(acc_o), top, total, factor)
+        if const_expr(config.split):
+            lse = lse[part, None, None, None, None]
         self.store_lse(thread, at, sums, lse, place, first, own)
+        if const_expr(config.split):
+            self.store_part(
+                by_rows(coordinates(of_o, thread, e)), acc_o, part_out, part, place, first, own
+            )
+        else:
+            self.store_out(of_o, warp, thread, acc_o, sO, out, place, of_heads, facts)
+        return [of_q, of_k, of_v]
+
+    @cute.jit
+    def store_out(
+        self,
+        of_o: Constexpr,
+        warp,
+        thread,
+        acc_o,
+        sO,
+        out: Constexpr,
+        place,
+        of_heads,
+        facts: Constexpr,
+    ):
+        """A warpgroup's rows of out, through shared memory, by TMA."""
+        dtype, d, e = facts
+        config, wg = self.config, warp // 4 - 1
         done = pipeline.NamedBarrier(barrier_id=DONE + wg, num_threads=WARPGROUP)
         if const_expr(
             config.persistent
@@ -371,7 +416,23 @@ class Forward90:
         if warp % 4 == 0:
             index = place.tile * config.warpgroups + wg
             send(out, mine, (ROWS, e), of_heads, place.row, index)
-        return [of_q, of_k, of_v]
+
+    @cute.jit
+    def store_part(self, at, acc, out, part, place, first, own):
+        """A part's rows of out, in float32."""
+        o, pack, v_dim = by_rows(acc), self.config.pack, out.shape[5]
+        for r in range_constexpr(2):
+            row = own + at[r, 0][0]
+            g, query = place.g, first + row
+            if const_expr(pack > 1):
+                g, query = place.g + row % pack, first + row // pack
+            if query < out.shape[2]:
+                target = out[part, place.row, query, place.n, g, None]
+                for c in range_constexpr(0, cute.size(o, mode=[1]), 2):  # pairs of columns
+                    if at[r, c][1] < v_dim:
+                        place_of = (target.iterator + at[r, c][1]).align(8)
+                        pair = cute.make_tensor(place_of, cute.make_layout(2))
+                        pair[0], pair[1] = o[r, c], o[r, c + 1]
 
     def bind_head(self, scores, place, rows):
         """What does not depend on a row: with packed heads, neither does the head."""

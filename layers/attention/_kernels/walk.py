@@ -145,6 +145,7 @@ class Walk(NamedTuple):
     shift: Int32  # 1 where the last tile comes first
     partial: Int32
     count: Int32
+    first: Int32  # of a part of a walk: where it begins in the whole one
 
 
 @cute.jit
@@ -167,7 +168,7 @@ def find_walk(
             count = count - beyond
             shift = Int32(1) if length % across.tile != 0 else Int32(0)
     partial = cutlass.max(found.partial + shift, 1)
-    return Walk(found._replace(count=count), shift, partial, cutlass.max(count, 1))
+    return Walk(found._replace(count=count), shift, partial, cutlass.max(count, 1), Int32(0))
 
 
 @cute.jit
@@ -175,6 +176,17 @@ def walk_at(walk: Walk, across: Constexpr, i):
     """The number of the `i`-th tile of a walk; 0 where the list is empty."""
     j = Int32(0)
     if walk.list.count > 0:
+        i = i + walk.first
         at = walk.list.count - 1 if i < walk.shift else i - walk.shift
         j = tile_at(walk.list, across, at)
     return j
+
+
+@cute.jit
+def part_of(walk: Walk, part, parts):
+    """The walk of one of so many near-equal parts of a walk, and whether there is anything in it: if not, it is one tile
+    that another part has."""
+    first, end = walk.count * part // parts, walk.count * (part + 1) // parts
+    count = cutlass.max(end - first, 1)
+    partial = cutlass.min(cutlass.max(walk.partial - first, 1), count)
+    return walk._replace(partial=partial, count=count, first=first), end > first
