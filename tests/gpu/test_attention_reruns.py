@@ -27,7 +27,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "score"), CASES, ids=str)
+@pytest.mark.parametrize(("sizes", "score"), CASES, ids=["gqa", "64", "soft-cap", "decode"])
 def test_reruns(sizes, score):
     q_len, kv_len, heads, kv_heads, dim = sizes
     shapes = (2, q_len, heads, dim), (2, kv_len, kv_heads, dim), (2, kv_len, kv_heads, dim)
