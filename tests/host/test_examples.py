@@ -232,6 +232,7 @@ def test_custom_mask_learns_the_windows(short, capsys):
     assert float(after[0][:-1]) < float(before[0][:-1]) < float(after[1][:-1])
 
 
+@pytest.mark.slow
 def test_custom_mask_sees_a_mask_that_cuts_too_much(short, capsys, monkeypatch):
     def mask(self, b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < 4)
