@@ -507,6 +507,8 @@ def hopper_forward(
 # tile begin while this one ends. With more its longer loop costs more. See CONTRIBUTING.md.
 SHORT: Final = 16
 ROWS: Final = 64  # of a warpgroup
+BEGIN_AND_END: Final = 2  # of a CTA, and of combining: how many tiles of 128 keys take as long
+COMBINING: Final = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -526,12 +528,14 @@ def sizing(lines: int, q_len: int, kv_len: int, group: int, *, met: float, alike
     pack = min(group & -group, ROWS) if alike and q_len < ROWS else 1
     few = q_len * pack <= ROWS
     found = Sizing(short=met <= SHORT, few=few, pack=pack)
-    return dataclasses.replace(found, split=parts_of(found, lines, q_len, kv_len) > 1)
+    seen = int(min(kv_len, met * MAP_TILE[1]))
+    return dataclasses.replace(found, split=parts_of(found, lines, q_len, seen) > 1)
 
 
 def parts_of(sizing: Sizing, lines: int, q_len: int, kv_len: int) -> int:
-    """To how many CTAs the keys of a tile are shared out: so many that their waves take the least time. A CTA takes two
-    tiles' time to begin and end, and combining takes four."""
+    """To how many CTAs the keys of a tile are shared out: so many that their waves take the least time."""
+    if not all(isinstance(n, int) for n in (lines, q_len, kv_len)):
+        return 1  # symbolic: an axis that `jax.vmap` added, in an export
     rows = ROWS if sizing.few else 2 * ROWS
     works = lines // sizing.pack * -(-q_len * sizing.pack // rows)
     tiles = -(-kv_len // MAP_TILE[1])
@@ -540,7 +544,7 @@ def parts_of(sizing: Sizing, lines: int, q_len: int, kv_len: int) -> int:
 
     def time(parts):
         waves = -(-works * parts // SMS)
-        return waves * (-(-tiles // parts) + 2) + (4 if parts > 1 else 0)
+        return waves * (-(-tiles // parts) + BEGIN_AND_END) + (COMBINING if parts > 1 else 0)
 
     return min(range(1, min(max(tiles, 1), SMS) + 1), key=time)
 

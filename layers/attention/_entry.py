@@ -221,9 +221,12 @@ def _by_kernel(
         mask_function, mask_arrays = compiled(mask_program, mask_captured)
         backward = None
         if tiles is None:
-            tile = _map_tile(q, v, score_program is not None)
+            depends = depends_on(mask_program.code)
+            few = _sizing(q, k, math.inf, "h" not in depends).few
+            # Tiles of few queries are whole ones of any.
+            tile = MAP_TILE if few else _map_tile(q, v, score_program is not None)
             sizes = Sizes(q_len, k.shape[-3], math.prod(batch), kv_heads * group, tile)
-            sizes = sizes._replace(depends=depends_on(mask_program.code))
+            sizes = sizes._replace(depends=depends)
             made = mask_program, mask_captured
             pair = lists_of(*made, sizes, kernel=True, both=False)
             if tile != MAP_TILE:  # the backward kernels have others
@@ -239,10 +242,22 @@ def _by_kernel(
     if score_program is not None:
         score_function, score_arrays = compiled(score_program, score_captured)
     functions, arrays = Functions(mask_function, score_function), (mask_arrays, score_arrays)
-    sizes = math.prod(batch) * kv_heads * group, q_len, k.shape[-3], group
-    if all(isinstance(n, int) for n in sizes):  # not symbolic, as in an export
-        settings["sizing"] = _config.sizing(*sizes, met=met, alike=alike)
+    settings["sizing"] = _sizing(q, k, met, alike)
     return _attend.attend(q, k, v, functions, arrays, lists, layout, **settings)
+
+
+def _sizing(q: jax.Array, k: jax.Array, met: float, alike: bool) -> _config.Sizing:
+    """See `_config.sizing`. One for all sizes where they are symbolic, in an export, and where Hopper's kernels are not
+    used: others do not look at it, and it is in their compile key."""
+    *batch, q_len, kv_heads, group, _ = q.shape
+    sizes = math.prod(batch) * kv_heads * group, q_len, k.shape[-3], group
+    try:
+        elsewhere = _arch.current() != _config.HOPPER
+    except ArchitectureError:
+        elsewhere = False  # it is only known when the call is lowered
+    if elsewhere or q.dtype.itemsize != 2 or not all(isinstance(n, int) for n in sizes):
+        return _config.Sizing()
+    return _config.sizing(*sizes, met=met, alike=alike)
 
 
 def _tiles_met(kv_len: Any, lists: TileLists | None) -> float:

@@ -2,8 +2,8 @@
 
     lse = log sum_p exp(lse_p),   out = sum_p exp(lse_p - lse) out_p
 
-    grid     a warp a query of a head: the lanes share its columns, two beside each other a lane
-    parts    the first sweep over lse_p finds their maximum, the second their sum, the third adds up
+    grid     a warp a query of a head: the lanes share its columns, `VECTOR` beside each other a lane
+    parts    the lanes share them to find the maximum of lse_p and the sum, and then each goes through all
 
 A part that saw no key has an lse of -inf and no weight. Where none saw any, out is 0 and lse is -inf.
 """
@@ -14,6 +14,8 @@ from cutlass import Float32, range_constexpr
 
 from .._config import Combination
 from .matrix import LN_2, LOG2_E
+
+VECTOR = 4  # columns: 16 bytes of a part
 
 
 class Combine:
@@ -53,33 +55,35 @@ class Combine:
     def line(self, lane, parts, lses, out, lse, query):
         count, columns = lses.shape[0], out.shape[0]
         top = -Float32.inf
-        for p in cutlass.range(count, unroll=4):
+        for p in cutlass.range(lane, count, 32, unroll=1):
             top = cute.arch.fmax(top, lses[p])
+        top = cute.arch.warp_reduction_max(top)
         base = Float32(0.0) if top == -Float32.inf else top * LOG2_E
         total = Float32(0.0)
-        for p in cutlass.range(count, unroll=4):
+        for p in cutlass.range(lane, count, 32, unroll=1):
             total += cute.math.exp2(lses[p] * LOG2_E - base, fastmath=True)
+        total = cute.arch.warp_reduction_sum(total)
         nothing = total == 0.0
         if lane == 0:
             lse[query] = -Float32.inf if nothing else (base + cute.math.log2(total)) * LN_2
         factor = Float32(0.0) if nothing else 1.0 / total
-        steps = cute.ceil_div(columns, 64)
-        sums = cute.make_rmem_tensor((2, steps), Float32)
+        steps = cute.ceil_div(columns, 32 * VECTOR)
+        sums = cute.make_rmem_tensor((VECTOR, steps), Float32)
         sums.fill(0.0)
-        for p in cutlass.range(count, unroll=2):
+        for p in cutlass.range(count, unroll=8):
             weight = cute.math.exp2(lses[p] * LOG2_E - base, fastmath=True) * factor
             for i in range_constexpr(steps):
-                column = 64 * i + 2 * lane
+                column = VECTOR * (32 * i + lane)
                 if column < columns:
-                    found = pair_at(parts[p, None], column).load()
+                    found = vector_at(parts[p, None], column).load()
                     sums[None, i].store(sums[None, i].load() + found * weight)
         for i in range_constexpr(steps):
-            column = 64 * i + 2 * lane
+            column = VECTOR * (32 * i + lane)
             if column < columns:
-                pair_at(out, column).store(sums[None, i].load().to(out.element_type))
+                vector_at(out, column).store(sums[None, i].load().to(out.element_type))
 
 
-def pair_at(line, column):
-    """Two elements beside each other."""
-    size = line.element_type.width // 4
-    return cute.make_tensor((line.iterator + column).align(size), cute.make_layout(2))
+def vector_at(line, column):
+    """`VECTOR` elements beside each other."""
+    size = VECTOR * line.element_type.width // 8
+    return cute.make_tensor((line.iterator + column).align(size), cute.make_layout(VECTOR))

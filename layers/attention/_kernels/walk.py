@@ -45,8 +45,12 @@ class Axis:
     pieces: int = 1
 
     def count(self, length):
-        """Tiles, counted as whole tiles of the map."""
-        return cute.ceil_div(length, self.tile * self.pieces) * self.pieces
+        """Tiles: whole ones of the map, but of the first only those that begin before the end."""
+        found = cute.ceil_div(length, self.tile)
+        if self.pieces == 1:
+            return found
+        whole = cute.ceil_div(length, self.tile * self.pieces) * self.pieces
+        return cutlass.min(found, self.pieces) + cutlass.max(whole - self.pieces, 0)
 
 
 def grid_size(own: Axis, length, heads, rows: cute.Tensor):
