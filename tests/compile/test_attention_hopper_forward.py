@@ -14,7 +14,6 @@ from eqxcute.layers.attention._kernels import forward90
 from eqxcute.layers.attention._kernels.roles import Plan, Ring, Role
 
 from eqxcute import CompileError, testing
-from eqxcute._arch import ARCHITECTURES
 from eqxcute._ptx._run import Device
 
 check = functools.partial(check_outputs, architecture="sm_90a")
@@ -59,18 +58,21 @@ SIZES = Sizes(1, 150, 300, 4, 1, 64, 64)
 )
 def test_agrees(monkeypatch, case, sizes, dtype):
     """And the shared memory that it asks for is what `_config.py` reckons, and barriers."""
-    asked, launch = [], Device.launch
+    asked, launch, configs, sized = [], Device.launch, [], _config.sized
 
     def noted(device, name, *rest):
         if "Forward90" in name:
             asked.append(rest[-1])
         launch(device, name, *rest)
 
+    def noted_config(*arguments):
+        configs.append(sized(*arguments))
+        return configs[-1]
+
     monkeypatch.setattr(Device, "launch", noted)
+    monkeypatch.setattr(_config, "sized", noted_config)
     check(case, sizes, dtype)
-    facts, dims = ARCHITECTURES["sm_90a"], (sizes.dim, sizes.v_dim)
-    config = _config.hopper_forward(facts, *dims, dtype)
-    used = _config.hopper_forward_bytes(config, *dims, 16)
+    used = _config.hopper_forward_bytes(configs[-1], sizes.dim, sizes.v_dim, 16)
     assert used < max(asked) <= used + _config.BARRIER_BYTES
 
 
