@@ -31,9 +31,16 @@ def capped(s, b, h, q_idx, kv_idx):
 
 
 def built(
-    direction, dim, architecture, dtype="bfloat16", mask=None, score=None, deterministic=False
+    direction,
+    dim,
+    architecture,
+    dtype="bfloat16",
+    mask=None,
+    score=None,
+    deterministic=False,
+    **settings,
 ):
-    """A kernel of 2 query heads to one of the keys'."""
+    """A kernel of 2 query heads to one of the keys'. `settings` are more of the forward kernel's fields."""
     mask = None if mask is None else compiled(*trace_mask(mask))[0]
     score = None if score is None else compiled(*trace_score(score, jnp.float32, longest=300))[0]
     lists, layout = None, None
@@ -49,7 +56,7 @@ def built(
     where = like(1, 1), like(1, 2), lists, (), ()
     functions = Functions(mask, score)
     if direction == "forward":
-        kernel = _attend.ForwardKernel(functions, layout, precision, 0.1)
+        kernel = _attend.ForwardKernel(functions, layout, precision, 0.1, **settings)
         return compile_only(kernel, q, k, k, *where, architecture=architecture)
     kernel = _attend.BackwardKernel(
         functions.differentiated(), layout, precision, (), 0.1, deterministic

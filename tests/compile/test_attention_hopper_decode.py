@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_builds import built, causal
 from attention_formula import (
     Case,
     Formula,
@@ -16,7 +17,7 @@ from attention_formula import (
     compare_all,
     given,
 )
-from attention_hopper import PLAIN
+from attention_hopper import PLAIN, assert_registers_suffice
 from eqxcute.layers import flex_attention
 from eqxcute.layers.attention import _config
 from eqxcute.layers.attention._config import Combination, Sizing
@@ -223,6 +224,16 @@ def test_many_bytes_are_on_their_way(dims):
     found = _config.sized(base, Sizing(few=True, pack=4, split=True), FACTS, *dims, (128, 128))
     assert (found.warpgroups, found.pack, found.split) == (1, 4, True)
     assert found.stages * found.tile_kv * sum(dims) * 2 >= 96 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_registers_suffice(dim):
+    """Nothing is spilled, and no product waits for the one before it, where one warpgroup computes."""
+    sizing = Sizing(few=True, pack=2, split=True)
+    assert_registers_suffice(
+        built("forward", dim, "sm_90a", mask=causal, sizing=sizing), "Forward90"
+    )
 
 
 # Combining
