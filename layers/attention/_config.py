@@ -136,9 +136,6 @@ class Sm90Backward:
     tile_q: int  # 64 or 128
     stages: int = 2  # of queries, and of dO
     ds_stages: int = 1  # of dS: 1, or as many as `stages`, which saves one of two barriers a tile
-    late: bool = True  # dV is begun after dS is known: fewer registers
-    dk_first: bool = False  # dK is begun before dQ
-    bulk: bool = True  # dQ is added by TMA, from shared memory; or by atomics, from registers
     hidden: bool = False  # exponentials run beside the product that makes dP
 
     @property
@@ -580,12 +577,11 @@ def sized(
 
 
 def hopper_backward_bytes(config: Sm90Backward, dim: int, v_dim: int, bits: int) -> int:
-    """Shared memory of Hopper's backward kernel: k and v; stages of q, dO, lse and delta; dS; dQ, if TMA adds it; not the
-    barriers."""
+    """Shared memory of Hopper's backward kernel: k and v; stages of q, dO, lse and delta; dS; dQ; not the barriers."""
     d, e = tile_columns(dim, bits), tile_columns(v_dim, bits)
     tiles = (config.tile_kv + config.stages * config.tile_q) * (d + e)
     scores = config.ds_stages * config.tile_q * config.tile_kv
-    floats = 2 * config.stages * config.tile_q + config.bulk * config.tile_q * d
+    floats = 2 * config.stages * config.tile_q + config.tile_q * d
     return (tiles + scores) * bits // 8 + 4 * floats
 
 

@@ -17,7 +17,7 @@
     role          warps     does
     ----------    -------   ------------------------------------------------------------
     load          4         the first one: TMA of k and v once, then of q, dO and what is known of queries, tile by tile
-                            the second one, with `bulk`: adds dQ to the sums, by TMA
+                            the second one: adds dQ to the sums, by TMA
     compute       4 each    all else
 
     ring    stages     full                          empty
@@ -308,7 +308,7 @@ class Backward90:
         line = cute.make_layout((config.tile_q, config.stages))
         lse2, delta = [shared.allocate_tensor(Float32, line, 128) for _ in range(2)]
         sdQ = None
-        if const_expr(config.bulk and not self.deterministic):
+        if const_expr(not self.deterministic):
             part = cute.make_layout((ROWS * dq_columns(config, d), WARPGROUPS))
             sdQ = shared.allocate_tensor(Float32, part, 128)
         plan.count("k", sK)
@@ -336,7 +336,6 @@ class Backward90:
                 copies[4:],
                 where,
                 (mask_arrays, score_arrays),
-                numbers,
                 targets,
                 scale,
                 facts,
@@ -414,7 +413,6 @@ class Backward90:
         outs: Constexpr,
         where,
         arrays,
-        numbers,
         targets,
         scale,
         facts: Constexpr,
@@ -461,16 +459,16 @@ class Backward90:
         rings[1].make_consumer().wait()
         readers = rings[2].make_consumer(), rings[3].make_consumer()
         for g in cutlass.range(heads.shape[1], unroll=1):
-            at_head, line, walk = self.walk(where, g)
+            at_head, _, walk = self.walk(where, g)
             head = self.head(work, bind_head(scores, at_head, rows), captured, first, q_len)
             # Where nothing is to be seen the list says tile 0, and no key is there.
             limit = kv_len if walk.list.count > 0 else Int32(0)
             end = walk.partial if first + config.tile_kv <= kv_len else walk.count
             for i in cutlass.range(end, unroll=1):
-                at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
+                at = walk_at(walk, self.queries, i) * config.tile_q
                 readers = self.tile(work, head, readers, at, limit, True)
             for i in cutlass.range(end, walk.count, unroll=1):
-                at = self.at_tile(work, walk_at(walk, self.queries, i), line, numbers)
+                at = walk_at(walk, self.queries, i) * config.tile_q
                 readers = self.tile(work, head, readers, at, limit, False)
             if const_expr(captured is not None):
                 captured.finish_head(head.scores.derivative)
@@ -507,25 +505,18 @@ class Backward90:
             scores, [bind_scores(scores, kv_idx=key) for key in keys], keys, at, captured, q_len
         )
 
-    def at_tile(self, work: "Work", j, line, numbers) -> tuple:
-        """The first query of a tile, and where its sums begin if this warpgroup adds to them."""
-        start = None
-        if not (self.config.bulk or self.deterministic):
-            start = self.sums_at(numbers, line, j, work.d)
-        return j * self.config.tile_q, start
-
     @cute.jit
     def tile(
         self,
         work: Constexpr,
         head: Constexpr,
         readers,
-        at,
+        m0,
         limit,
         is_partial: Constexpr,
     ):
         """One tile of queries. Groups of products end in the order in which they begin."""
-        config, (m0, start), (of_q, of_o) = self.config, at, readers
+        config, (of_q, of_o) = self.config, readers
         acc_s, acc_d = [accumulator(work.of_s, config.tile_q) for _ in range(2)]
         shape = work.of_k.partition_shape_A((ROWS, config.tile_q))
         p, ds = [cute.make_rmem_tensor(shape, work.dtype) for _ in range(2)]
@@ -535,7 +526,7 @@ class Backward90:
         slot_o = of_o.wait_and_advance()
         multiply(work.of_s, acc_d, work.v, work.dout[None, None, None, slot_o.index], False)
         dout_rows = work.dout_rows[None, None, None, slot_o.index]
-        late, stages = config.late or head.captured is not None, (slot.index, slot_o.index)
+        stages = slot.index, slot_o.index
         if const_expr(head.captured is not None):
             warpgroup.wait_group(0)
             self.capture(work, head, acc_s, acc_d, p, ds, stages, m0, limit, is_partial)
@@ -544,34 +535,26 @@ class Backward90:
             self.exponentials(work, head, acc_s, p, stages[0], m0, limit, is_partial)
             if const_expr(config.hidden):
                 finish_before_wait(p)
-            if const_expr(late):
-                warpgroup.wait_group(0)
-            else:
-                multiply(work.of_v, work.acc_v, p, dout_rows, True)
-                warpgroup.wait_group(1)
+            warpgroup.wait_group(0)
             self.chain(work, acc_s, acc_d, ds, stages[1])
         stage = slot.index if const_expr(config.ds_stages > 1) else 0
         if const_expr(not self.deterministic):
             self.share(work, ds, stage)
-        if const_expr(late):
-            multiply(work.of_v, work.acc_v, p, dout_rows, True)
-        q_rows, after = work.q_rows[None, None, None, slot.index], 1
+        # Only now, though P has been known for long: it would take more registers.
+        multiply(work.of_v, work.acc_v, p, dout_rows, True)
+        q_rows = work.q_rows[None, None, None, slot.index]
         if const_expr(self.deterministic):
             multiply(work.of_k, work.acc_k, ds, q_rows, True)
         else:
             acc_q = accumulator(work.of_q, dq_columns(config, work.d))
             cute.arch.fence_proxy("async.shared", space="cta")
-            if const_expr(config.dk_first):
-                after = 0
-                multiply(work.of_k, work.acc_k, ds, q_rows, True)
             self.all_of(Barrier.WRITTEN).arrive_and_wait()
             multiply(work.of_q, acc_q, *self.dq_operands(work, stage), False)
-            if const_expr(not config.dk_first):
-                multiply(work.of_k, work.acc_k, ds, q_rows, True)
-        warpgroup.wait_group(after)
+            multiply(work.of_k, work.acc_k, ds, q_rows, True)
+        warpgroup.wait_group(1)
         slot_o.release()
         if const_expr(not self.deterministic):
-            self.add(work, acc_q, start)
+            self.add(work, acc_q)
         warpgroup.wait_group(0)
         slot.release()
         return of_q, of_o
@@ -683,24 +666,17 @@ class Backward90:
         return operand_a(work.of_q, ds), operand_b(work.of_q, k)
 
     @cute.jit
-    def add(self, work: Constexpr, acc, start):
-        """Adds a warpgroup's part of dQ to the sums, in the order of its registers: four of a thread at a time."""
+    def add(self, work: Constexpr, acc):
+        """Hands a warpgroup's part of dQ to the warp that adds it to the sums, in the order of its registers: four of a
+        thread at a time."""
         size = cute.size(acc)
-        if const_expr(start is None):
-            both(Barrier.EMPTY + work.wg).arrive_and_wait()
-            mine = work.tiles.dq[None, work.wg].iterator + 4 * work.thread
-            layout = cute.make_layout((4, size // 4), stride=(1, 4 * WARPGROUP))
-            fours = cute.make_tensor(acc.iterator, cute.make_layout((4, size // 4)))
-            cute.autovec_copy(fours, cute.make_tensor(mine.align(16), layout))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            both(Barrier.FULL + work.wg).arrive()
-        else:
-            mine = start + (work.wg * size * WARPGROUP + 4 * work.thread)
-            for e in range(0, size, 4):
-                cute.arch.inline_ptx(
-                    "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                    read_only_args=[mine + e * WARPGROUP, *[acc[e + i] for i in range(4)]],
-                )
+        both(Barrier.EMPTY + work.wg).arrive_and_wait()
+        mine = work.tiles.dq[None, work.wg].iterator + 4 * work.thread
+        layout = cute.make_layout((4, size // 4), stride=(1, 4 * WARPGROUP))
+        fours = cute.make_tensor(acc.iterator, cute.make_layout((4, size // 4)))
+        cute.autovec_copy(fours, cute.make_tensor(mine.align(16), layout))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        both(Barrier.FULL + work.wg).arrive()
 
 
 def both(barrier):
