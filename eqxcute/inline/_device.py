@@ -1117,7 +1117,8 @@ def _tanh_of_score(to: To, a: Value) -> Multiple:
     if to.fast == "small":
         return _small_tanh(a)
     x, two = a.held, 2 * math.log2(math.e)
-    e = _ex2(arith.mulf(x, _product(a.scale, a.factor * two)))
+    by = _product(a.scale, a.factor * two)  # None: by 1
+    e = _ex2(x if by is None else arith.mulf(x, by))
     one = _like(x, 1.0)
     return Multiple(mlir_math.fma(_like(x, -2.0), _rcp(arith.addf(one, e)), one), 1.0)
 

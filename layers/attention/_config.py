@@ -598,8 +598,10 @@ HOPPER_SCORED: Final = (((128, 128), Sm90Backward(tile_q=64)),)
 def hopper_backward_fits(
     config: Sm90Backward, facts: Facts, dim: int, v_dim: int, tile: Tile | None = None
 ) -> bool:
-    """Likewise."""
+    """Likewise. What is known of queries is padded to `BEFORE.rows`: a map's tile may not reach further."""
     if tile is not None and (tile[0] % config.tile_q or tile[1] % config.tile_kv):
+        return False
+    if (tile is not None and BEFORE.rows % tile[0]) or config.ds_stages not in (1, config.stages):
         return False
     used = hopper_backward_bytes(config, dim, v_dim, 16)
     return used + BARRIER_BYTES <= facts.smem_bytes

@@ -120,7 +120,8 @@ def flex_attention(
         On an NVIDIA GPU, float16, bfloat16 and float32 with `dim` and `v_dim` up to 256 run as one
         kernel forward and a few backward, under `jax.vmap` too; dims that are no multiples of 8
         are padded with zeros. Forward mode and second derivatives are plain JAX. One kernel is
-        compiled a mask, score, dtype and pair of dims; lengths, heads and batch do not matter.
+        compiled a mask, score, dtype and pair of dims; lengths, heads and batch do not matter, but
+        on Hopper there is one for few queries, for few keys and for all others.
 
     !!! faq
 
@@ -237,7 +238,7 @@ def _by_kernel(
             _check_tiles_of_kernel(tiles)
             sizes, pair = tiles, (tiles.forward, tiles.backward)
         layout = MapLayout((), "b" in sizes.depends, "h" in sizes.depends, sizes.tile, backward)
-        met, alike = _tiles_met(k.shape[-3], pair[0]), not layout.has_h
+        met, alike = _tiles_met(k.shape[-3], pair[0], sizes.tile[1]), not layout.has_h
         lists = tuple(None if x is None else _arrays_of(x) for x in pair)
     if score_program is not None:
         score_function, score_arrays = compiled(score_program, score_captured)
@@ -260,18 +261,16 @@ def _sizing(q: jax.Array, k: jax.Array, met: float, alike: bool) -> _config.Sizi
     return _config.sizing(*sizes, met=met, alike=alike)
 
 
-def _tiles_met(kv_len: Any, lists: TileLists | None) -> float:
-    """How many tiles of keys a tile of queries meets, on average. Where a map is not known, half of all are guessed."""
+def _tiles_met(kv_len: Any, lists: TileLists | None, tile: int = MAP_TILE[1]) -> float:
+    """How many tiles of `MAP_TILE` keys a tile of queries meets, on average. Where a map of tiles of so many keys is not
+    made here, of a known mask, half of all are guessed: its values are on a device."""
     met = kv_len / MAP_TILE[1] if isinstance(kv_len, int) else math.inf
     if lists is None:
         return met
-    if isinstance(lists.full, jax.core.Tracer):
+    if not isinstance(lists.full, np.ndarray):
         return met / 2
-    return (
-        float(np.mean(np.asarray(lists.partial) + np.asarray(lists.full)))
-        if lists.full.size
-        else 0.0
-    )
+    found = lists.partial + lists.full
+    return float(np.mean(found)) * tile / MAP_TILE[1] if found.size else 0.0
 
 
 def _map_tile(q: jax.Array, v: jax.Array, scored: bool) -> tuple[int, int]:

@@ -92,6 +92,9 @@ def test_tiles(dim, v_dim, tile_q):
     found = _config.hopper_backward(facts, dim, v_dim, "bfloat16", (128, 128))
     assert (None if found is None else found.tile_q) == tile_q
     assert _config.hopper_backward(facts, dim, v_dim, "float32") is None
+    # Past that many queries nothing is known of them: a tile may not reach there.
+    for queries in (192, 256):
+        assert _config.hopper_backward(facts, dim, v_dim, "bfloat16", (queries, 128)) is None
     scored = _config.hopper_backward(facts, dim, v_dim, "bfloat16", (128, 128), scored=True)
     assert (None if scored is None else scored.tile_q) == (None if tile_q is None else 64)
     # A map's tile is whole tiles.

@@ -147,6 +147,15 @@ def test_tanh_of_any_scores():
     assert (np.abs(run(cap(20.0), bound, score=x) - want) <= 20 * 2.0**-20).all()
 
 
+def test_tanh_whose_factor_is_one():
+    """Of `exp(2 x)`, as a power of two."""
+    half = float(np.log(2) / 2)
+    x = up_to(20)
+    want = np.tanh(x.astype(np.float64) * half)
+    got = run(lambda score: jnp.tanh(score * half), bound, score=x)
+    assert (np.abs(got - want) <= 2.0**-20).all()
+
+
 @pytest.mark.parametrize("steps", [bound, small])
 def test_nan_stays(steps):
     assert np.isnan(run(cap(20.0), steps, score=np.float32([np.nan]))).all()

@@ -190,7 +190,9 @@ def walk_at(walk: Walk, across: Constexpr, i):
 def part_of(walk: Walk, part, parts):
     """The walk of one of so many near-equal parts of a walk, and whether there is anything in it: if not, it is one tile
     that another part has."""
-    first, end = walk.count * part // parts, walk.count * (part + 1) // parts
+    each, more = walk.count // parts, walk.count % parts
+    first = part * each + cutlass.min(part, more)
+    end = first + each + (Int32(1) if part < more else Int32(0))
     count = cutlass.max(end - first, 1)
     partial = cutlass.min(cutlass.max(walk.partial - first, 1), count)
     return walk._replace(partial=partial, count=count, first=first), end > first
