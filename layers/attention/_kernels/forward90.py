@@ -22,7 +22,8 @@
     `split`: the tiles of keys that a tile of queries meets are shared out to several CTAs. Their results are float32, and
     combine.py makes one of them: for so few queries that they would leave multiprocessors idle
 
-    end        out by TMA, through the memory of q, whose rows nobody else reads, or its own if `persistent`
+    end        out by TMA, through the memory of q, whose rows nobody else reads, or its own if `persistent`;
+               of a part, from registers
 
 Registers hold S (64 x `tile_kv`), P, rounded, and O: `tile_kv` / 2 + `tile_kv` / 4 + v_dim / 2 a thread.
 

@@ -1,6 +1,7 @@
 """Which tiles of queries and keys a CTA works on.
 
-    grid     one dim, since the others end at 65,535: tile + tiles * (head + heads * row)
+    grid     one dim, since the others end at 65,535: tile + tiles * (head + heads * row); on Hopper, where CTAs are few,
+             head + heads * row + lines * tile
     place    a CTA's tile along its own axis, longest first where a tile map says how long each is; its kv head and
              query head within that; its row of the batch
     list     the tiles along the other axis that it meets: all, or those of the tile map, partial ones first
@@ -67,12 +68,10 @@ def find_place(
     lists,
     layout: Constexpr,
     each_query_head: Constexpr,
-    pack: Constexpr = 1,
 ):
-    """The CTA's `Place`. Without `each_query_head` there is a CTA for each kv head, and `g` is 0; with `pack` there is one
-    for so many query heads beside each other, and `g` is the first."""
+    """The CTA's `Place`. Without `each_query_head` there is a CTA for each kv head, and `g` is 0."""
     x, _, _ = cute.arch.block_idx()
-    return place_at(x, own, length, heads, rows, lists, layout, each_query_head, pack)
+    return place_at(x, own, length, heads, rows, lists, layout, each_query_head)
 
 
 @cute.jit
@@ -88,7 +87,8 @@ def place_at(
     pack: Constexpr = 1,
     even: Constexpr = False,
 ):
-    """The `Place` of the `x`-th CTA. `even`: where CTAs are few, the longest of all heads come first, not of one head
+    """The `Place` of the `x`-th CTA. With `pack` there is one for so many query heads beside each other, and `g` is the
+    first. `even`: where CTAs are few, the longest of all heads come first, not of one head
     after the other, whose last ones would be waited for."""
     tiles, groups = own.count(length), heads.shape[1] if const_expr(each_query_head) else Int32(1)
     if const_expr(pack > 1):
