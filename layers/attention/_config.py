@@ -265,13 +265,17 @@ def backward_bytes(config: Sm80Backward, dim: int, v_dim: int, bits: int) -> int
 Tile = tuple[int, int]
 
 
+def _wide_enough(table, columns: tuple[int, int]) -> list[Any]:
+    """The lines of a table that are for so many columns of q and v."""
+    return [c for (d, e), c in table if columns[0] <= d and columns[1] <= e]
+
+
 def _first_that_fits(
     table, columns: tuple[int, int], tile: Tile, fits: Callable[[Any], bool]
 ) -> Any:
-    for widest, config in table:
-        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
+    for config in _wide_enough(table, columns):
         divided = tile[0] % config.tile_q == 0 and tile[1] % config.tile_kv == 0
-        if narrow and divided and fits(config):
+        if divided and fits(config):
             return config
     return None
 
@@ -472,11 +476,8 @@ def hopper_forward_table(
 ) -> Sm90Forward | None:
     """`hopper_forward` without what was measured."""
     columns = tile_columns(dim, 16), tile_columns(v_dim, 16)
-    for widest, config in HOPPER_FORWARD:
-        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
-        if narrow and hopper_forward_fits(config, facts, dim, v_dim, tile):
-            return config
-    return None
+    lines = _wide_enough(HOPPER_FORWARD, columns)
+    return next((c for c in lines if hopper_forward_fits(c, facts, dim, v_dim, tile)), None)
 
 
 def hopper_forward(
@@ -560,9 +561,7 @@ def sized(
 ) -> Sm90Forward:
     """The configuration as the sizes of a call want it, as far as that fits."""
     columns = tile_columns(dim, 16), tile_columns(v_dim, 16)
-    wanted = []
-    if sizing.few:
-        wanted = [c for w, c in HOPPER_FEW if columns[0] <= w[0] and columns[1] <= w[1]]
+    wanted = _wide_enough(HOPPER_FEW, columns) if sizing.few else []
     for base in (*wanted, config):
         pack = sizing.pack if base.tile_q % sizing.pack == 0 else 1
         found = dataclasses.replace(base, pack=pack, split=sizing.split)
@@ -612,11 +611,8 @@ def hopper_backward_table(
 ) -> Sm90Backward | None:
     """`hopper_backward` without what was measured."""
     columns = tile_columns(dim, 16), tile_columns(v_dim, 16)
-    for widest, config in HOPPER_SCORED if scored else HOPPER_BACKWARD:
-        narrow = columns[0] <= widest[0] and columns[1] <= widest[1]
-        if narrow and hopper_backward_fits(config, facts, dim, v_dim, tile):
-            return config
-    return None
+    lines = _wide_enough(HOPPER_SCORED if scored else HOPPER_BACKWARD, columns)
+    return next((c for c in lines if hopper_backward_fits(c, facts, dim, v_dim, tile)), None)
 
 
 def hopper_backward(

@@ -421,12 +421,9 @@ class Forward90:
     @cute.jit
     def store_part(self, at, acc, out, part, place, first, own):
         """A part's rows of out, in float32."""
-        o, pack, v_dim = by_rows(acc), self.config.pack, out.shape[5]
+        o, v_dim = by_rows(acc), out.shape[5]
         for r in range_constexpr(2):
-            row = own + at[r, 0][0]
-            g, query = place.g, first + row
-            if const_expr(pack > 1):
-                g, query = place.g + row % pack, first + row // pack
+            g, query = self.head_and_query(place, first, own + at[r, 0][0])
             if query < out.shape[2]:
                 target = out[part, place.row, query, place.n, g, None]
                 for c in range_constexpr(0, cute.size(o, mode=[1]), 2):  # pairs of columns
@@ -443,11 +440,17 @@ class Forward90:
         return bind_scores(scores, b=place.b, **mapped)
 
     def bind_row(self, head, place, heads, first, row):
+        g, query = self.head_and_query(place, first, row)
+        if self.config.pack == 1:
+            return bind_scores(head, q_idx=query)
+        return bind_scores(head, h=heads[place.n, g], q_idx=query)
+
+    def head_and_query(self, place, first, row) -> tuple:
+        """Of a row of the tile: its query head within the kv head, and its query."""
         pack = self.config.pack
         if pack == 1:
-            return bind_scores(head, q_idx=first + row)
-        h = heads[place.n, place.g + row % pack]
-        return bind_scores(head, h=h, q_idx=first + row // pack)
+            return place.g, first + row
+        return place.g + row % pack, first + row // pack
 
     @cute.jit
     def tile(
@@ -513,13 +516,9 @@ class Forward90:
 
     @cute.jit
     def store_lse(self, thread, at, sums, lse, place, first, own):
-        pack = self.config.pack
         if thread % 4 == 0:  # of the four lanes that share a row
             for i in range_constexpr(2):
-                row = own + at[i, 0][0]
-                g, query = place.g, first + row
-                if const_expr(pack > 1):
-                    g, query = place.g + row % pack, first + row // pack
+                g, query = self.head_and_query(place, first, own + at[i, 0][0])
                 if query < lse.shape[3]:
                     lse[place.row, place.n, g, query] = sums[i]
 
