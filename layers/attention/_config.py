@@ -103,7 +103,7 @@ class Sm90Forward:
     @property
     def tile_q(self) -> int:
         """Rows: queries, times query heads if those are packed."""
-        return 64 * self.warpgroups
+        return ROWS * self.warpgroups
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -19,10 +19,10 @@ from cutlass.experimental.primitives import cp_reduce_async_bulk_global_shared_c
 from cutlass.experimental.primitives.nvvm_wrapper import CpReduceOp, CpReduceType
 from cutlass.tensor_utils import LayoutEnum
 
+from .._config import ROWS as ROWS  # of a warpgroup's product
 from .matrix import atom_columns, width
 
 WARPGROUP = 128  # threads
-ROWS = 64  # of a warpgroup's product
 
 
 # Tiles in shared memory
